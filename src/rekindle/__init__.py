@@ -1,0 +1,39 @@
+"""Train models that do not fit in memory, with gradients bit for bit unchanged."""
+
+from rekindle.checkpoint import checkpoint, checkpoint_sequential
+from rekindle.compiled.handover import noop_context_fn
+from rekindle.errors import CheckpointError, RekindleError
+from rekindle.observation import Counts, Observation, observe
+from rekindle.replay.groups import GraphExecGroup
+from rekindle.replay.reentrant import (
+    CheckpointFunction,
+    check_backward_validity,
+    detach_variable,
+)
+from rekindle.replay.rng import DefaultDeviceType, get_device_states, set_device_states
+from rekindle.replay.switches import (
+    is_recomputing,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+)
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointFunction",
+    "Counts",
+    "DefaultDeviceType",
+    "GraphExecGroup",
+    "Observation",
+    "RekindleError",
+    "check_backward_validity",
+    "checkpoint",
+    "checkpoint_sequential",
+    "detach_variable",
+    "get_device_states",
+    "is_recomputing",
+    "noop_context_fn",
+    "observe",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
+    "set_device_states",
+]

@@ -1,0 +1,150 @@
+"""The front door: `checkpoint` and `checkpoint_sequential`."""
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rekindle.compiled.handover import noop_context_fn, torch_checkpoint
+from rekindle.replay.frame import Frame
+from rekindle.replay.internals import func_transform
+from rekindle.replay.options import ContextFn, DeterminismCheck, options_of
+from rekindle.replay.reentrant import CheckpointFunction
+
+
+def checkpoint(
+    function: Callable[..., Any] | None = None,
+    *args: Any,
+    use_reentrant: bool = False,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: DeterminismCheck = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run `function(*args, **kwargs)`, hold its inputs only, and replay the rest in backward.
+
+    As `torch.utils.checkpoint.checkpoint`, non-reentrant by default. Outputs and gradients are those
+    of the plain call, bit for bit. Called without a function it is a decorator.
+
+    >>> import torch, rekindle
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> y = rekindle.checkpoint(lambda x: x.exp().sin(), x)
+    >>> @rekindle.checkpoint(determinism_check="values")
+    ... def region(x, scale):
+    ...     return (x * scale).exp()
+    >>> z = region(x, scale=2.0)
+
+    Args:
+        function: what to run; its arguments follow, positional and by keyword.
+        use_reentrant: the variant without a graph in forward, for code that relies on it.
+        context_fn: gives two context managers, one for forward and one for the replay.
+        determinism_check: `"default"` compares shape, dtype and device of what a replay gives back
+            with the forward; `"values"` the content too; `"none"` nothing.
+        debug: a mismatch shows the ops of forward and replay where they part.
+        early_stop: a replay stops when all that backward needs is there.
+        preserve_rng_state: a replay draws the random numbers that the forward drew.
+    """
+    if torch.compiler.is_compiling() and function is not None:
+        return torch_checkpoint(
+            function,
+            *args,
+            use_reentrant=use_reentrant,
+            context_fn=context_fn,
+            determinism_check="none" if determinism_check == "none" else "default",
+            preserve_rng_state=preserve_rng_state,
+            **kwargs,
+        )
+    options = options_of(context_fn, determinism_check, debug, early_stop, preserve_rng_state)
+    if function is None:
+        if args or kwargs:
+            raise TypeError(f"checkpoint() got arguments but no function: {(*args, *kwargs)}")
+        return functools.partial(
+            _decorate,
+            use_reentrant=use_reentrant,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            preserve_rng_state=preserve_rng_state,
+        )
+    if use_reentrant:
+        _check_reentrant(options.context_fn, debug, kwargs)
+    if not torch.is_grad_enabled() or func_transform() is not None:
+        return function(*args, **kwargs)
+    if use_reentrant:
+        return CheckpointFunction.apply(function, preserve_rng_state, *args)
+    with Frame(function, args, kwargs, options):
+        out = function(*args, **kwargs)
+    if type(out) in _LAZY:
+        raise TypeError(
+            f"{function!r} returns a {type(out).__name__}: it has not run yet, so there is nothing "
+            "to checkpoint. Checkpoint the functions that it calls."
+        )
+    return out
+
+
+_LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+
+
+def _decorate(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """The decorator form: `function`, checkpointed at every call."""
+    if not callable(function):
+        raise TypeError(f"checkpoint() decorates a function, not {type(function).__name__}")
+
+    @functools.wraps(function)
+    def region(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(function, *args, **options, **kwargs)
+
+    return region
+
+
+def _check_reentrant(context_fn: ContextFn | None, debug: bool, kwargs: dict[str, Any]) -> None:
+    """Refuse what the reentrant variant cannot do."""
+    if kwargs:
+        raise ValueError(
+            f"Unexpected keyword arguments: {', '.join(kwargs)}. With use_reentrant=True a region "
+            "takes positional arguments only; use_reentrant=False takes both."
+        )
+    if context_fn is not None or debug:
+        raise ValueError(
+            "Passing `context_fn` or `debug` is only supported when use_reentrant=False."
+        )
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Sequence[Callable[..., Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool = False,
+    *,
+    preserve_rng_state: bool = True,
+) -> Any:
+    """Run `functions` in a row, in `segments` parts, and checkpoint all parts but the last.
+
+    >>> import torch, rekindle
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(6)])
+    >>> y = rekindle.checkpoint_sequential(model, 3, torch.ones(2, 4))
+    """
+    steps = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    if not 1 <= segments <= max(len(steps), 1):
+        raise ValueError(f"segments should be from 1 to {len(steps)}, but got {segments}")
+    size = len(steps) // segments
+    for start in range(0, size * (segments - 1), size):
+        input = checkpoint(
+            functools.partial(_run_all, steps[start : start + size]),
+            input,
+            use_reentrant=use_reentrant,
+            preserve_rng_state=preserve_rng_state,
+        )
+    return _run_all(steps[size * (segments - 1) :], input)
+
+
+def _run_all(steps: list[Callable[..., Any]], input: Any) -> Any:
+    for step in steps:
+        input = step(input)
+    return input

@@ -1,0 +1,1 @@
+"""Regions inside `torch.compile`."""

@@ -1,0 +1,16 @@
+"""What rekindle raises at run time.
+
+    RuntimeError
+    └── RekindleError          anything that goes wrong while a model trains
+        └── CheckpointError    a replay did not match its forward
+
+Misuse at the call is a plain `ValueError` or `TypeError`.
+"""
+
+
+class RekindleError(RuntimeError):
+    """Base of every error that rekindle raises while a model trains."""
+
+
+class CheckpointError(RekindleError):
+    """A replay did not give back what its forward made; the message says where they part."""

@@ -1,0 +1,178 @@
+"""See what happened: exact counts of what regions ran, held, dropped and replayed.
+
+Regions report only while somebody observes; otherwise all of this costs one look at an empty list.
+Counts are kept in the process, not in a context variable, because autograd replays regions on
+threads of its own.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+active: list["Observation"] = []
+"""The observations that are open now."""
+
+
+@dataclass
+class Counts:
+    """What one region, or all of them, did."""
+
+    forwards: int = 0
+    replays: int = 0
+    ops_replayed: int = 0
+    activations_held: int = 0
+    """Tensors that regions held from forward to backward: their inputs, parameters aside."""
+    bytes_held: int = 0
+    activations_dropped: int = 0
+    """Tensors that autograd would have held and the regions let go."""
+    bytes_dropped: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass
+class Observation:
+    """Counts per region, by the region's name, and in total; prints as a table."""
+
+    regions: dict[str, Counts] = field(default_factory=dict)
+
+    @property
+    def total(self) -> Counts:
+        return sum(self.regions.values(), Counts())
+
+    def of(self, name: str) -> Counts:
+        """The counts of one region, made on first use."""
+        return self.regions.setdefault(name, Counts())
+
+    def __str__(self) -> str:
+        return format_observation(self)
+
+
+def format_observation(seen: Observation) -> str:
+    """The observation as a table, one row per region and one in total."""
+    heads = [f.name.replace("_", " ") for f in fields(Counts)]
+    rows = [[name, *_cells(counts)] for name, counts in seen.regions.items()]
+    rows.append(["total", *_cells(seen.total)])
+    table = [["region", *heads], *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    lines = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
+        for row in table
+    ]
+    return "\n".join(lines)
+
+
+def _cells(counts: Counts) -> list[str]:
+    return [f"{getattr(counts, f.name):,}" for f in fields(counts)]
+
+
+@contextmanager
+def observe() -> Iterator[Observation]:
+    """Count what the regions that run inside do, forward and backward.
+
+    >>> import torch, rekindle
+    >>> def region(x):
+    ...     return x.sin().exp().cos()
+    >>> x = torch.ones(8, requires_grad=True)
+    >>> with rekindle.observe() as seen:
+    ...     rekindle.checkpoint(region, x).sum().backward()
+    >>> seen.total.forwards, seen.total.replays, seen.total.ops_replayed
+    (1, 1, 2)
+    >>> seen.total.bytes_held, seen.total.bytes_dropped  # x was held, exp(sin(x)) was let go
+    (32, 32)
+    """
+    seen = Observation()
+    active.append(seen)
+    try:
+        yield seen
+    finally:
+        active.remove(seen)
+
+
+def region_name(function: Callable[..., Any]) -> str:
+    """What a person calls a region: the module's class, or the function's qualified name."""
+    while isinstance(inner := getattr(function, "func", None), Callable):  # type: ignore[arg-type]
+        function = inner
+    owner = getattr(function, "__self__", None)
+    if isinstance(function, nn.Module):
+        return type(function).__name__
+    if isinstance(owner, nn.Module):
+        return f"{type(owner).__name__}.{getattr(function, '__name__', 'call')}"
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+class Watch:
+    """Reports one region to the observations that were open when it ran."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._counts = [seen.of(region_name(function)) for seen in active]
+        self._known: dict[int, StorageWeakRef] = {}
+
+    def ran(self, inputs: Iterable[Tensor]) -> None:
+        """The forward begins with these inputs held."""
+        for counts in self._counts:
+            counts.forwards += 1
+        for tensor in inputs:
+            self._count(tensor, "held")
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd saved a tensor in the region's forward, and the region dropped it."""
+        self._count(tensor, "dropped")
+
+    def _count(self, tensor: Tensor, fate: str) -> None:
+        """Count a storage once, whatever views of it are saved; parameters are nobody's activation."""
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse, or a subclass without a storage
+            size = tensor.numel() * tensor.element_size()
+        else:
+            reference = StorageWeakRef(storage)
+            if reference.cdata in self._known:
+                return
+            self._known[reference.cdata] = reference
+            size = storage.nbytes()
+        for counts in self._counts:
+            setattr(counts, f"activations_{fate}", getattr(counts, f"activations_{fate}") + 1)
+            setattr(counts, f"bytes_{fate}", getattr(counts, f"bytes_{fate}") + size)
+
+    @contextmanager
+    def replay(self, own_ops: Callable[[], int] = lambda: 0) -> Iterator[None]:
+        """Count a replay and the ops it runs, less the engine's own."""
+        counter = _OpCounter()
+        try:
+            with counter:
+                yield
+        finally:
+            for counts in self._counts:
+                counts.replays += 1
+                counts.ops_replayed += counter.ops - own_ops()
+
+
+class _OpCounter(TorchDispatchMode):
+    """Counts the ops that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+__all__ = ["Counts", "Observation", "format_observation", "observe"]

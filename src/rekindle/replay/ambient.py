@@ -1,0 +1,79 @@
+"""The state around a region that decides which ops run: taken in forward, entered again in replay.
+
+Autocast of every device type, the default device (`with torch.device(...)`), the default dtype, and
+which attention kernels are allowed (`sdpa_kernel`). Most regions run with nothing of it changed, and
+then taking it is a handful of calls and one tuple.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+
+from rekindle.replay.internals import any_autocast, function_modes
+
+Ambient: TypeAlias = tuple[Any, ...]
+"""Default dtype, the four kinds of attention, casts and default device; equal when a region would
+run alike. Casts and device are None when there are none."""
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+_flash, _mem_efficient, _math, _cudnn = (
+    getattr(torch._C, f"_get_{name}_sdp_enabled") for name in _ATTENTION
+)
+_allow = tuple(getattr(torch._C, f"_set_sdp_use_{name}") for name in _ATTENTION)
+_default_dtype = torch.get_default_dtype
+
+
+def take() -> Ambient:
+    """The surrounding state now."""
+    return (
+        _default_dtype(),
+        _flash(),
+        _mem_efficient(),
+        _math(),
+        _cudnn(),
+        _casts() if any_autocast() else None,
+        torch.get_default_device() if function_modes() else None,
+    )
+
+
+def has_autocast(then: Ambient) -> bool:
+    return then[5] is not None
+
+
+def _casts() -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
+    """Device type, on or off, dtype, and whether casts are cached; for every type there is."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    cache = torch.is_autocast_cache_enabled()
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache)
+        for kind in kinds
+    )
+
+
+@contextmanager
+def entered(then: Ambient) -> Iterator[None]:
+    """Run as in `then`, and put back what is now, whatever happens."""
+    now = take()
+    dtype, *attention, casts, device = then
+    with ExitStack() as stack:
+        if now[0] != dtype:
+            torch.set_default_dtype(dtype)
+            stack.callback(torch.set_default_dtype, now[0])
+        for allow, before, after in zip(_allow, attention, now[1:5], strict=True):
+            if before != after:
+                allow(before)
+                stack.callback(allow, after)
+        if now[6] != device:
+            stack.enter_context(device or torch.device("cpu"))
+        for kind, enabled, cast_dtype, cache in casts or _all_off(now[5] or ()):
+            stack.enter_context(
+                torch.autocast(kind, enabled=enabled, dtype=cast_dtype, cache_enabled=cache)
+            )
+        yield
+
+
+def _all_off(casts: tuple[tuple[str, bool, torch.dtype, bool], ...]) -> Iterator[tuple[Any, ...]]:
+    return ((kind, False, dtype, cache) for kind, _, dtype, cache in casts)

@@ -1,0 +1,105 @@
+"""One replay's saved-tensor hook: takes what the region saves, in order, until all that is needed is there.
+
+It is a generator, and its `send` is the hook: autograd calls it for every activation, and resuming a
+generator is the cheapest way to run Python from there. It takes tensors as they are and hands back
+their position; what is needed of them is looked at when the replay is over.
+
+Note [When a replay may stop]. A replay stops once the last living slot's activation is there.
+Autograd saves an op's inputs *before* its kernel runs, and an op may write to an input that it saves
+(`rrelu` and its noise): stopping inside such a save would hand out a tensor that was never written.
+A tensor that an earlier op made with a gradient, or a parameter, is surely written; any other is
+loose until the op that saves it has ended. With a loose save at the call site of the last one, the
+replay goes on to the next save from another call site, or to the end.
+"""
+
+import sys
+from collections.abc import Generator, Sequence
+from types import CodeType
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from rekindle.replay.sites import RawSite, record
+
+if TYPE_CHECKING:
+    from rekindle.replay.fingerprint import Fingerprints
+
+
+class Stop(BaseException):
+    """Ends a replay that has all it needs; not an Exception, so that user code lets it pass."""
+
+
+class Collected:
+    """What a replay saved: the tensors, their versions then and, if asked for, where."""
+
+    __slots__ = ("detached", "parameters", "tensors", "values", "versions", "where")
+
+    def __init__(self, closely: bool = False, values: "Fingerprints | None" = None) -> None:
+        self.tensors: list[Tensor] = []
+        self.versions: list[int] = []
+        self.where: list[RawSite] | None = [] if closely or values is not None else None
+        self.values = values
+        self.parameters: set[int] = set()
+        """Positions of parameters."""
+        self.detached = 0
+        """How many ops the collecting itself ran."""
+
+    def detach(self, x: Tensor) -> Tensor:
+        """A parameter's data may be exchanged before backward wants it: hold the data, not it."""
+        if not isinstance(x, nn.Parameter):
+            return x
+        self.parameters.add(len(self.tensors))
+        self.detached += 1
+        return x.detach()
+
+    def look(self, x: Tensor) -> None:
+        """Take down where the region is, and what the tensor holds."""
+        assert self.where is not None
+        self.where.append(record(3))
+        if self.values is not None:
+            self.values.compare(len(self.tensors), x, self.where[-1])
+
+
+def collect(
+    found: Collected, needed: int, sites: Sequence[RawSite], early_stop: bool
+) -> Generator[int, Tensor, None]:
+    """Collect `needed` activations, one at least; `sites` are the forward's. Prime it with `next`."""
+    keep, version, closely = found.tensors.append, found.versions.append, found.where is not None
+    position = -1
+    op: tuple[CodeType, int] | None = None
+    while True:
+        x = yield position
+        if position >= needed - 1 and early_stop and _call_site() != op:
+            raise Stop
+        if closely:
+            found.look(x)
+        if type(x) is not Tensor:
+            x = found.detach(x)
+        keep(x)
+        version(x._version)
+        position += 1
+        if position == needed - 1 and early_stop:
+            if not _may_be_unwritten(found, sites):
+                raise Stop
+            op = _call_site()
+
+
+def _may_be_unwritten(found: Collected, sites: Sequence[RawSite]) -> bool:
+    """Whether the op that saves now may yet write to one of its saves (Note [When a replay may stop])."""
+    position = len(found.tensors) - 1
+    op = sites[position][:2]
+    while position >= 0 and sites[position][:2] == op:
+        x = found.tensors[position]
+        if not (
+            x.requires_grad
+            or position in found.parameters
+            or (x._is_view() and isinstance(x._base, nn.Parameter))
+        ):
+            return True
+        position -= 1
+    return False
+
+
+def _call_site() -> tuple[CodeType, int]:
+    caller = sys._getframe(2)
+    return caller.f_code, caller.f_lasti

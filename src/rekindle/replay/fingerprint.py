@@ -1,0 +1,140 @@
+"""`determinism_check="values"`: does a replay give back the same bits?
+
+Of each activation the forward keeps a checksum of its bits that knows their order, its norm and a
+few elements, on its own device and without waiting for it; the replay is compared in one go, with
+one wait. An activation is looked at once the op that saved it has ended, because an op may still
+write to what it saves (`Note [When a replay may stop]` in frame.py).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rekindle.replay import mismatch
+from rekindle.replay.sites import RawSite
+from rekindle.replay.trace import describe
+
+if TYPE_CHECKING:
+    from rekindle.replay.frame import Frame
+
+_SAMPLES = 64
+_COLUMNS = 1024
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What is kept of one tensor's content."""
+
+    what: str
+    checksum: Tensor
+    norm: Tensor
+    sample: Tensor
+
+
+@dataclass(frozen=True)
+class Drift:
+    """One activation whose content changed from forward to replay."""
+
+    position: int
+    what: str
+    how_much: str
+
+
+@torch.no_grad()
+def take(x: Tensor) -> Fingerprint | None:
+    """The fingerprint of a dense tensor; None for what has no plain memory (sparse, subclasses)."""
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.is_meta:
+        return None
+    real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    flat = real.detach().resolve_neg().contiguous().view(-1)
+    number = flat.float() if flat.dtype.itemsize == 1 else flat  # fp8 and bool know no arithmetic
+    step = max(1, number.numel() // _SAMPLES)
+    return Fingerprint(
+        describe(x),
+        _checksum(flat.view(_INTEGER[flat.dtype.itemsize])),
+        torch.linalg.vector_norm(number.to(torch.float32)),
+        number[::step].double().clone(),
+    )
+
+
+def _checksum(bits: Tensor) -> Tensor:
+    """A sum of the bits in which every row and every column has a weight of its own."""
+    whole = bits.numel() // _COLUMNS * _COLUMNS
+    grid, rest = bits[:whole].view(-1, _COLUMNS), bits[whole:]
+    parts = (grid.sum(1, dtype=torch.int64), grid.sum(0, dtype=torch.int64), rest.long())
+    return torch.stack([_weighted(part, seed) for seed, part in enumerate(parts, 1)]).sum()
+
+
+def _weighted(part: Tensor, seed: int) -> Tensor:
+    weights = torch.arange(1, part.numel() + 1, device=part.device) * 0x9E3779B1 + seed
+    return (part * weights).sum()
+
+
+class _Recorder:
+    """Fingerprints in the order of saving, each taken when its op has ended."""
+
+    def __init__(self) -> None:
+        self.taken: dict[int, Fingerprint | None] = {}
+        self._pending: list[tuple[int, Tensor]] = []
+        self._site: RawSite | None = None
+
+    def add(self, position: int, x: Tensor, site: RawSite | None) -> None:
+        if site != self._site:
+            self.close()
+            self._site = site
+        self._pending.append((position, x.detach()))
+
+    def close(self) -> None:
+        for position, x in self._pending:
+            self.taken[position] = take(x)
+        self._pending.clear()
+
+
+class Fingerprints:
+    """The fingerprints of one region's forward, and of the replay that runs now."""
+
+    def __init__(self) -> None:
+        self._forward = _Recorder()
+        self._replay = _Recorder()
+        self._count = 0
+
+    def add(self, x: Tensor, site: RawSite | None) -> None:
+        self._forward.add(self._count, x, site)
+        self._count += 1
+
+    def close(self) -> None:
+        self._forward.close()
+
+    def compare(self, position: int, x: Tensor, site: RawSite | None) -> None:
+        self._replay.add(position, x, site)
+
+    def check(self, frame: "Frame") -> None:
+        """Raise if anything that the replay gave back has other content than it had in forward."""
+        self._replay.close()
+        replayed, self._replay = self._replay.taken, _Recorder()
+        pairs = [
+            (position, before, after)
+            for position, after in replayed.items()
+            if after is not None and (before := self._forward.taken[position]) is not None
+        ]
+        if not pairs:
+            return
+        same = torch.stack([(a.checksum == b.checksum).cpu() for _, a, b in pairs]).tolist()
+        drifts = [
+            _drift(*pair) for pair, equal in zip(pairs, same, strict=True) if not equal
+        ]
+        if drifts:
+            raise mismatch.drifted(frame, drifts)
+
+
+def _drift(position: int, before: Fingerprint, after: Fingerprint) -> Drift:
+    change = (before.sample - after.sample).abs()
+    moved = int((change > 0).sum())
+    how_much = (
+        f"norm {float(before.norm):.9g} in forward, {float(after.norm):.9g} in replay; of "
+        f"{change.numel()} elements looked at {moved} differ, by at most {float(change.max()):.3g}"
+    )
+    return Drift(position, after.what, how_much)

@@ -1,0 +1,359 @@
+"""The recompute engine: one frame per call of a region.
+
+Forward runs under a pair of saved-tensor hooks. Autograd asks the frame to pack each activation and
+gets a slot, an empty box; the activation itself is let go. The slots belong to autograd alone: the
+frame knows them weakly, so a slot dies with the graph node that owns it. When backward asks a slot
+for its activation, the frame runs the region again, collects what it saves, in order, and puts it
+into the slots that still live. From then on a slot owns its activation, and frees it when autograd
+frees the slot.
+
+Note [What frees a replayed activation]. Without `retain_graph` a node frees its slots right after it
+ran. With `retain_graph` it keeps them, so a slot gives its activation away when asked for it, and a
+second question replays once more. A backward for chosen inputs does not run every node: what was
+replayed for the others is emptied when it ends, unless an exec group is entered, which keeps it for
+the next call.
+
+Note [A full slot is read without Python]. The hook that autograd calls to unpack a slot is an
+`attrgetter`: it reads the slot's `value` without running any Python. A slot that has none falls into
+`__getattr__`, and that is where a replay begins.
+"""
+
+import functools
+import operator
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from rekindle import observation
+from rekindle.errors import CheckpointError
+from rekindle.replay import ambient, mismatch
+from rekindle.replay import rng as random_state
+from rekindle.replay.collect import Collected, Stop, collect
+from rekindle.replay.fingerprint import Fingerprints
+from rekindle.replay.inputs import Inputs
+from rekindle.replay.internals import (
+    cuda_in_use,
+    exec_group,
+    graph_task_id,
+    grad_enabled,
+    keep_graph,
+    pop_hooks,
+    push_hooks,
+    runs_whole_graph,
+    set_grad_enabled,
+    top_hooks,
+    when_backward_ends,
+)
+from rekindle.replay.modules import ModuleState, reached_from
+from rekindle.replay.options import Options
+from rekindle.replay.sites import RawSite, record
+from rekindle.replay.switches import recomputing
+from rekindle.replay.trace import OpTrace
+
+
+class Slot:
+    """The box that autograd holds in place of one activation."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "frame", "once", "shape", "spoiled", "value")
+
+    frame: "Frame"
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    value: Tensor
+    """The activation, for as long as the slot lives."""
+    once: Tensor | None
+    """The activation, to be given away when it is asked for."""
+    spoiled: CheckpointError | None
+    """Why there is none: the region wrote to it after it was saved."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name == "value":
+            return self.frame.fill(self)
+        raise AttributeError(name)
+
+    def empty(self) -> None:
+        self.once = None
+        try:
+            del self.value
+        except AttributeError:
+            pass
+
+
+_unpack = operator.attrgetter("value")
+_read_value = Slot.__dict__["value"].__get__
+"""A slot's value, or AttributeError: does not fall into `__getattr__`."""
+
+
+def _is_full(slot: Slot) -> bool:
+    try:
+        _read_value(slot)
+    except AttributeError:
+        return False
+    return True
+
+
+class Frame:
+    """One call of a region: opened and closed around its forward, alive until its last slot dies."""
+
+    had_cuda = False
+    modules: ModuleState | None = None
+    rng: random_state.RngState | None = None
+    contexts: tuple[Any, Any] | None = None
+    values: Fingerprints | None = None
+    trace: OpTrace | None = None
+    watch: observation.Watch | None = None
+    running = False
+    looking = False
+    """Whether somebody wants to see what is saved."""
+    _entered: ExitStack | None = None
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Options,
+    ) -> None:
+        self.function = function
+        self.options = options
+        hooks = top_hooks(False)
+        self.hooked = hooks is not None
+        self.inputs = Inputs(args, kwargs, hooks)
+        self.ambient = ambient.take()
+        modules = reached_from(function, args)
+        if modules:
+            self.modules = ModuleState(modules)
+        if options.preserve_rng_state:
+            self.had_cuda = cuda_in_use()
+            self.rng = random_state.take(self.inputs.devices, self.inputs.generators)
+        self.slots: list[ref[Slot]] = []
+        self.sites: list[RawSite] = []
+        self._lock = threading.RLock()
+        if not options.plain:
+            if options.context_fn is not None:
+                self.contexts = options.context_fn()
+            if options.determinism_check == "values":
+                self.values = Fingerprints()
+                self.looking = True
+            if options.debug:
+                self.trace = OpTrace()
+
+    # Forward
+
+    def __enter__(self) -> None:
+        if observation.active and not recomputing.get():
+            self.watch = observation.Watch(self.function)
+            self.watch.ran(self.inputs.tensors())
+            self.looking = True
+        push_hooks(self._pack, _unpack)
+        self.running = True
+        if self.contexts is not None or self.trace is not None:
+            self._entered = ExitStack()
+            try:
+                if self.contexts is not None:
+                    self._entered.enter_context(self.contexts[0])
+                if self.trace is not None:
+                    self._entered.enter_context(self.trace.forward())
+            except BaseException:
+                self.__exit__(*sys.exc_info())
+                raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if self._entered is not None:
+                self._entered.__exit__(*error)
+        finally:
+            self._entered = None
+            pop_hooks()
+            self.running = False
+            self.inputs.close(self.hooked)
+            if self.modules is not None:
+                self.modules.close()
+            if self.values is not None:
+                self.values.close()
+            if self.rng is not None and not self.had_cuda and cuda_in_use():
+                self.rng = random_state.with_first_use(self.rng)
+
+    def _pack(self, x: Tensor) -> Slot:
+        slot = Slot()
+        slot.frame = self
+        slot.once = slot.spoiled = None
+        slot.shape = x.shape
+        slot.dtype = x.dtype
+        slot.device = x.device
+        self.slots.append(ref(slot))
+        self.sites.append(record())
+        if self.looking:
+            if self.values is not None:
+                self.values.add(x, self.sites[-1])
+            if self.watch is not None:
+                self.watch.saved(x)
+        return slot
+
+    # Backward
+
+    def fill(self, slot: Slot) -> Tensor:
+        """The activation of a slot that has no value: what it holds to give away, or a replay's."""
+        alone = self._lock.acquire(blocking=False)
+        if not alone:  # another device's thread of the same backward replays
+            self._lock.acquire()
+        try:
+            if slot.once is None and slot.spoiled is None and (alone or not _is_full(slot)):
+                self._replay()
+            value, slot.once = slot.once, None
+        finally:
+            self._lock.release()
+        if slot.spoiled is not None:
+            raise slot.spoiled
+        if value is None:
+            return _read_value(slot)  # type: ignore[no-any-return]
+        if graph_task_id() == -1:  # somebody reads `grad_fn._saved_…` outside a backward
+            self.empty()
+        return value
+
+    def empty(self) -> None:
+        """Let go of every replayed activation that nobody asked for."""
+        for weak in self.slots:
+            slot = weak()
+            if slot is not None:
+                slot.empty()
+
+    def _replay(self) -> None:
+        """Run the region again and fill the slots that live, or raise and fill none."""
+        found = Collected(values=self.values)
+        try:
+            self._run_again(found)
+            self._distribute(found)
+        except BaseException:
+            self.empty()
+            raise
+        finally:
+            found.tensors.clear()  # the replay's own graph leads back to this list
+        if not runs_whole_graph() and graph_task_id() != -1 and exec_group() is None:
+            _empty_when_backward_ends(self)
+
+    def _run_again(self, found: Collected) -> None:
+        args, kwargs = self.inputs.again()
+        needed = len(self.slots)
+        while self.slots[needed - 1]() is None:
+            needed -= 1
+        hook = collect(found, needed, self.sites, self.options.early_stop)
+        next(hook)
+        grad = grad_enabled()
+        token = recomputing.set(True)
+        now = None if self.rng is None else random_state.swap(self.rng)
+        try:
+            set_grad_enabled(True)
+            around = self._around(found)
+            if around is None:
+                push_hooks(hook.send, found.tensors.__getitem__)
+                try:
+                    self.function(*args, **kwargs)
+                finally:
+                    pop_hooks()
+            else:
+                with around:
+                    push_hooks(hook.send, found.tensors.__getitem__)
+                    around.callback(pop_hooks)
+                    if self.contexts is not None:
+                        around.enter_context(self.contexts[1])
+                    if self.trace is not None:
+                        around.enter_context(self.trace.replay())
+                    self.function(*args, **kwargs)
+        except Stop:
+            pass
+        finally:
+            recomputing.reset(token)
+            set_grad_enabled(grad)
+            if now is not None:
+                random_state.restore(now)
+
+    def _around(self, found: Collected) -> ExitStack | None:
+        """What a replay is to run in, down to the hooks; None if everything is as in forward."""
+        watch = self.watch
+        if watch is None and observation.active:
+            watch = observation.Watch(self.function)
+        modules = self.modules
+        moved = modules is not None and not modules.is_as_before()
+        same = self.ambient == ambient.take() and not ambient.has_autocast(self.ambient)
+        if same and not moved and watch is self.contexts is self.trace is None:
+            return None
+        with ExitStack() as stack:
+            if modules is not None and moved:
+                stack.enter_context(modules.as_before())
+            if not same:
+                stack.enter_context(ambient.entered(self.ambient))
+            if watch is not None:
+                stack.enter_context(watch.replay(lambda: found.detached))
+            return stack.pop_all()
+        raise AssertionError("no context of ours swallows an error")
+
+    def _distribute(self, found: Collected) -> None:
+        """Put what a replay saved into the slots, checked against what the forward saved."""
+        checks = self.options.determinism_check != "none"
+        away = graph_task_id() == -1 or keep_graph()  # Note [What frees a replayed activation]
+        slots, tensors, versions = self.slots, found.tensors, found.versions
+        for position, x in enumerate(tensors[: len(slots)]):
+            slot = slots[position]()
+            if slot is None:
+                continue
+            if checks and (
+                slot.shape != x.shape or slot.dtype != x.dtype or slot.device != x.device
+            ):
+                raise self._explain(position)
+            if x._version != versions[position]:
+                slot.spoiled = mismatch.changed_in_place(self, position, x, versions[position])
+            elif away:
+                slot.once = x
+            else:
+                slot.value = x
+        if len(tensors) > len(slots) and not self.running:
+            raise self._explain(len(slots))
+        for position in range(len(tensors), len(slots)):
+            if slots[position]() is not None:
+                raise mismatch.fewer_saved(self, len(tensors), position)
+        if self.values is not None:
+            self.values.check(self)
+
+    def _explain(self, position: int) -> CheckpointError:
+        """The error of a replay that went another way: replay once more, to see where."""
+        again = Collected(closely=True)
+        try:
+            self._run_again(again)
+            return mismatch.different(self, position, again)
+        finally:
+            again.tensors.clear()
+
+
+class _ToEmpty(threading.local):
+    """The frames that replayed in the backward that runs on this thread."""
+
+    def __init__(self) -> None:
+        self.task = -1
+        self.frames: list[ref[Frame]] = []
+
+
+_to_empty = _ToEmpty()
+
+
+def _empty_when_backward_ends(frame: Frame) -> None:
+    task = graph_task_id()
+    if _to_empty.task != task:
+        _to_empty.task = task
+        _to_empty.frames = frames = []
+        when_backward_ends(functools.partial(_empty_all, frames))
+    _to_empty.frames.append(ref(frame))
+
+
+def _empty_all(frames: list[ref[Frame]]) -> None:
+    for weak in frames:
+        frame = weak()
+        if frame is not None:
+            frame.empty()

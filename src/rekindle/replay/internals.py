@@ -1,0 +1,61 @@
+"""The private parts of torch that the replay engine touches, all of them, in one place.
+
+Each is used as it is, tried on torch 2.11 and 2.13. Names are bound once, because the engine calls
+them on its hot path.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_autograd = torch._C._autograd
+
+push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None] = (
+    _autograd._push_saved_tensors_default_hooks
+)
+"""Make a pair of saved-tensor hooks the top one. Public form: `torch.autograd.graph.saved_tensors_hooks`,
+which costs four times as much."""
+
+pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+"""Undo `push_hooks`."""
+
+top_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
+"""The pair of saved-tensor hooks that a tensor saved now would go through, or None; takes False. No
+public form."""
+
+keep_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+"""Whether the backward that is running was called with `retain_graph=True`. No public form."""
+
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that is running on this thread, or -1. No public form."""
+
+exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
+"""The exec group that is entered, also on autograd's own threads. No public form."""
+
+set_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
+"""Enter an exec group, or leave it with None. No public form."""
+
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any device type; public forms ask for one device type at a time."""
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Turn gradients on or off on this thread. Public form: `torch.enable_grad`, a context manager."""
+
+grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+cuda_in_use: Callable[[], bool] = torch.cuda.is_initialized
+
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""How many torch-function modes are entered (a `torch.device` context is one)."""
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward that is running on this thread ends. No public form."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+func_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""The innermost `torch.func` transform (grad, vmap, …) that is running here, or None. No public form."""
+
+runs_whole_graph: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
+"""Whether the backward that runs was called without chosen inputs. No public form."""

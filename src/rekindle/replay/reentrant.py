@@ -1,0 +1,112 @@
+"""The reentrant variant: forward builds no graph; backward runs the region again and goes through it.
+
+Kept for code that asks for it by `use_reentrant=True`. It cannot do what its graph-less forward
+cannot know: gradients with respect to chosen inputs, tensors inside containers, keyword arguments.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rekindle import observation
+from rekindle.replay import ambient, rng
+from rekindle.replay.internals import runs_whole_graph
+from rekindle.replay.modules import ModuleState, reached_from
+from rekindle.replay.switches import recomputing
+
+
+def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Each tensor cut off its graph, as a leaf that wants a gradient if it did before."""
+    if not isinstance(inputs, tuple):
+        raise RuntimeError(
+            f"Only tuple of tensors is supported. Got Unsupported input type: {type(inputs).__name__}"
+        )
+    return tuple(
+        value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+        for value in inputs
+    )
+
+
+def check_backward_validity(inputs: Iterable[Any]) -> None:
+    """Warn if no input wants a gradient: the reentrant variant would then give none at all."""
+    if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+        warnings.warn(
+            "None of the inputs have requires_grad=True. Gradients will be None", stacklevel=2
+        )
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """The region as one node of the graph: `CheckpointFunction.apply(function, preserve_rng, *args)`."""
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        check_backward_validity(args)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        ctx.run_function = run_function
+        ctx.others = [None if isinstance(arg, Tensor) else arg for arg in args]
+        ctx.positions = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.ambient = ambient.take()
+        ctx.modules = ModuleState(reached_from(run_function, args))
+        ctx.rng = rng.take({t.device for t in tensors if not t.is_cpu}) if preserve_rng_state else None
+        ctx.watch = observation.Watch(run_function) if _observed() else None
+        if ctx.watch is not None:
+            ctx.watch.ran(tensors)
+        try:
+            with torch.no_grad():
+                return run_function(*args)
+        finally:
+            ctx.modules.close()
+            if ctx.rng is not None:
+                ctx.rng = rng.with_first_use(ctx.rng)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if not runs_whole_graph():
+            raise RuntimeError(
+                "A region with use_reentrant=True cannot be used with torch.autograd.grad() or "
+                "with backward(inputs=...): its forward built no graph. Call it with "
+                "use_reentrant=False, or call backward() without inputs."
+            )
+        args = list(ctx.others)
+        for position, tensor in zip(ctx.positions, ctx.saved_tensors, strict=True):
+            args[position] = tensor
+        inputs = detach_variable(tuple(args))
+        outputs = _run_again(ctx, inputs)
+        pairs = [
+            (out, grad)
+            for out, grad in zip(outputs, grads, strict=True)
+            if isinstance(out, Tensor) and out.requires_grad
+        ]
+        if not pairs:
+            raise RuntimeError(
+                "none of output has requires_grad=True, this checkpoint() is not necessary"
+            )
+        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        return None, None, *(v.grad if isinstance(v, Tensor) else None for v in inputs)
+
+
+def _observed() -> bool:
+    return bool(observation.active) and not recomputing.get()
+
+
+def _run_again(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    token = recomputing.set(True)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            if ctx.rng is not None:
+                stack.callback(ctx.rng.now().restore)
+                ctx.rng.restore()
+            stack.enter_context(ctx.modules.as_before())
+            stack.enter_context(ambient.entered(ctx.ambient))
+            if ctx.watch is not None:
+                stack.enter_context(ctx.watch.replay())
+            outputs = ctx.run_function(*inputs)
+    finally:
+        recomputing.reset(token)
+    return outputs if isinstance(outputs, tuple) else (outputs,)

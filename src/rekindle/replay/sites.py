@@ -1,0 +1,102 @@
+"""Where in the user's code an activation was saved.
+
+A site is recorded for every activation in forward, so it must cost next to nothing: two code objects
+and two bytecode offsets. Lines, columns and source text are looked up only when an error is written.
+"""
+
+import linecache
+import os
+import sys
+from dataclasses import dataclass
+from itertools import islice
+from types import CodeType, FrameType
+from typing import TypeAlias
+
+import torch
+
+RawSite: TypeAlias = tuple[CodeType, int, CodeType, int]
+"""The innermost Python call and the nearest one in user code, each as code object and offset."""
+
+_LIBRARY = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    "<frozen ",
+)
+
+
+class _LibraryFiles(dict[str, bool]):
+    """File name to whether it is torch's or ours; each name is looked at once."""
+
+    def __missing__(self, filename: str) -> bool:
+        self[filename] = known = filename.startswith(_LIBRARY)
+        return known
+
+
+_library = _LibraryFiles()
+
+
+def record(depth: int = 2) -> RawSite:
+    """The site of the op that is running; `depth` counts the Python frames that are ours."""
+    frame: FrameType = sys._getframe(depth)
+    code, at = frame.f_code, frame.f_lasti
+    if not _library[code.co_filename]:
+        return code, at, code, at
+    outer: FrameType | None = frame.f_back
+    while outer is not None and _library[outer.f_code.co_filename]:
+        outer = outer.f_back
+    if outer is None:
+        return code, at, code, at
+    return code, at, outer.f_code, outer.f_lasti
+
+
+@dataclass(frozen=True)
+class Site:
+    """A raw site, looked up: what a person wants to read of it."""
+
+    file: str
+    line: int
+    function: str
+    source: str
+    """The line of user code, stripped."""
+    op: str
+    """The very expression that saved the activation: in user code or, under it, in torch's Python."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def look_up(raw: RawSite) -> Site:
+    inner, inner_at, outer, outer_at = raw
+    line, source = _source(outer, outer_at)
+    op = _expression(outer, outer_at)
+    if inner is not outer:
+        op = f"{op} → {_expression(inner, inner_at)}"
+    return Site(_short(outer.co_filename), line, outer.co_qualname, source, op)
+
+
+def _short(filename: str) -> str:
+    relative = os.path.relpath(filename) if os.path.isabs(filename) else filename
+    return filename if relative.startswith("..") else relative
+
+
+def _positions(code: CodeType, at: int) -> tuple[int | None, int | None, int | None, int | None]:
+    return next(islice(code.co_positions(), at // 2, None), (None, None, None, None))
+
+
+def _source(code: CodeType, at: int) -> tuple[int, str]:
+    line = _positions(code, at)[0] or code.co_firstlineno
+    return line, linecache.getline(code.co_filename, line).strip()
+
+
+def _expression(code: CodeType, at: int) -> str:
+    """The source text of the one expression at a bytecode offset, on one line."""
+    start, end, left, right = _positions(code, at)
+    if start is None or end is None or left is None or right is None:
+        return _source(code, at)[1] or code.co_qualname
+    rows = [linecache.getline(code.co_filename, row).encode() for row in range(start, end + 1)]
+    if not any(rows):
+        return code.co_qualname
+    rows[-1] = rows[-1][:right]
+    rows[0] = rows[0][left:]
+    text = " ".join(b" ".join(rows).decode(errors="replace").split())
+    return text if len(text) <= 90 else text[:89] + "…"

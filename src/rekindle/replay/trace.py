@@ -1,0 +1,107 @@
+"""Debug: the ops of a forward and of its replay, and where the two part."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rekindle.replay import sites
+
+_CONTEXT = 2
+"""How many ops that still agree are shown before the first that does not."""
+_SHOWN = 3
+"""How many ops are shown from there on."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op that ran: its name, what it made, and where."""
+
+    name: str
+    made: str
+    site: sites.RawSite
+
+    def same_as(self, other: "Op") -> bool:
+        return self.name == other.name and self.made == other.made
+
+    def __str__(self) -> str:
+        return f"{self.name} → {self.made}"
+
+
+class OpTrace:
+    """Two op sequences of one region, to be compared when something is wrong."""
+
+    def __init__(self) -> None:
+        self.ran: list[Op] = []
+        self.replayed: list[Op] = []
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with _Recorder(self.ran):
+            yield
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        self.replayed.clear()
+        with _Recorder(self.replayed):
+            yield
+
+
+def format_diff(trace: OpTrace) -> str:
+    """The two sequences where they part, and nothing else."""
+    ran, replayed = trace.ran, trace.replayed
+    part = next(
+        (i for i, (a, b) in enumerate(zip(ran, replayed, strict=False)) if not a.same_as(b)),
+        min(len(ran), len(replayed)),
+    )
+    lines = [
+        f"Ops: {len(ran)} in forward, {len(replayed)} in replay until it stopped; "
+        f"the first {part} are the same."
+    ]
+    if part == len(ran) == len(replayed):
+        return lines[0]
+    for op in ran[max(0, part - _CONTEXT) : part]:
+        lines.append(f"    {op}")
+    for mark, ops in (("-", ran), ("+", replayed)):
+        shown = ops[part : part + _SHOWN]
+        lines += [f"  {mark} {op}    [{sites.look_up(op.site)}]" for op in shown] or [
+            f"  {mark} (nothing more)"
+        ]
+    lines.append("  (- forward, + replay)")
+    return "\n".join(lines)
+
+
+class _Recorder(TorchDispatchMode):
+    """Appends each op that reaches the dispatcher to a list."""
+
+    def __init__(self, ops: list[Op]) -> None:
+        super().__init__()
+        self._ops = ops
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = ", ".join(map(describe, tree_leaves(out)))
+        self._ops.append(Op(str(func), made or "nothing", sites.record()))
+        return out
+
+
+def describe(value: Any) -> str:
+    """A tensor as a person would write it: dtype, shape, device."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return meta(value.dtype, value.shape, value.device)
+
+
+def meta(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} {device}"
