@@ -17,6 +17,9 @@ from rekindle.replay.switches import (
     set_checkpoint_early_stop,
 )
 
+# Uses the names above.
+from rekindle.compat.patch import patch_torch  # isort: skip
+
 __all__ = [
     "CheckpointError",
     "CheckpointFunction",
@@ -33,6 +36,7 @@ __all__ = [
     "is_recomputing",
     "noop_context_fn",
     "observe",
+    "patch_torch",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",

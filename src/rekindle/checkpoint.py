@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rekindle.compiled.handover import noop_context_fn, torch_checkpoint
+from rekindle.compiled.handover import hand_over, noop_context_fn
 from rekindle.replay.frame import Frame
 from rekindle.replay.internals import func_transform
 from rekindle.replay.options import ContextFn, DeterminismCheck, options_of
@@ -28,8 +28,8 @@ def checkpoint(
 ) -> Any:
     """Run `function(*args, **kwargs)`, hold its inputs only, and replay the rest in backward.
 
-    As `torch.utils.checkpoint.checkpoint`, non-reentrant by default. Outputs and gradients are those
-    of the plain call, bit for bit. Called without a function it is a decorator.
+    As torch's function of that name, non-reentrant by default. Outputs and gradients are those of
+    the plain call, bit for bit. Called without a function it is a decorator.
 
     >>> import torch, rekindle
     >>> x = torch.ones(3, requires_grad=True)
@@ -40,7 +40,8 @@ def checkpoint(
     >>> z = region(x, scale=2.0)
 
     Args:
-        function: what to run; its arguments follow, positional and by keyword.
+        function: what to run.
+        *args: its positional arguments.
         use_reentrant: the variant without a graph in forward, for code that relies on it.
         context_fn: gives two context managers, one for forward and one for the replay.
         determinism_check: `"default"` compares shape, dtype and device of what a replay gives back
@@ -48,17 +49,10 @@ def checkpoint(
         debug: a mismatch shows the ops of forward and replay where they part.
         early_stop: a replay stops when all that backward needs is there.
         preserve_rng_state: a replay draws the random numbers that the forward drew.
+        **kwargs: the function's keyword arguments.
     """
     if torch.compiler.is_compiling() and function is not None:
-        return torch_checkpoint(
-            function,
-            *args,
-            use_reentrant=use_reentrant,
-            context_fn=context_fn,
-            determinism_check="none" if determinism_check == "none" else "default",
-            preserve_rng_state=preserve_rng_state,
-            **kwargs,
-        )
+        return hand_over(function, args, kwargs, use_reentrant, context_fn, preserve_rng_state)
     options = options_of(context_fn, determinism_check, debug, early_stop, preserve_rng_state)
     if function is None:
         if args or kwargs:
@@ -77,7 +71,9 @@ def checkpoint(
     if not torch.is_grad_enabled() or func_transform() is not None:
         return function(*args, **kwargs)
     if use_reentrant:
-        return CheckpointFunction.apply(function, preserve_rng_state, *args)
+        return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
+            function, preserve_rng_state, *args
+        )
     with Frame(function, args, kwargs, options):
         out = function(*args, **kwargs)
     if type(out) in _LAZY:
@@ -119,7 +115,7 @@ def _check_reentrant(context_fn: ContextFn | None, debug: bool, kwargs: dict[str
 def checkpoint_sequential(
     functions: nn.Sequential | Sequence[Callable[..., Any]],
     segments: int,
-    input: Any,
+    input: Any,  # noqa: A002  (torch's name)
     use_reentrant: bool = False,
     *,
     preserve_rng_state: bool = True,
@@ -130,21 +126,24 @@ def checkpoint_sequential(
     >>> model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(6)])
     >>> y = rekindle.checkpoint_sequential(model, 3, torch.ones(2, 4))
     """
-    steps = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    steps: list[Callable[..., Any]] = list(
+        functions.children() if isinstance(functions, nn.Sequential) else functions
+    )
     if not 1 <= segments <= max(len(steps), 1):
         raise ValueError(f"segments should be from 1 to {len(steps)}, but got {segments}")
     size = len(steps) // segments
+    value = input
     for start in range(0, size * (segments - 1), size):
-        input = checkpoint(
+        value = checkpoint(
             functools.partial(_run_all, steps[start : start + size]),
-            input,
+            value,
             use_reentrant=use_reentrant,
             preserve_rng_state=preserve_rng_state,
         )
-    return _run_all(steps[size * (segments - 1) :], input)
+    return _run_all(steps[size * (segments - 1) :], value)
 
 
-def _run_all(steps: list[Callable[..., Any]], input: Any) -> Any:
+def _run_all(steps: list[Callable[..., Any]], value: Any) -> Any:
     for step in steps:
-        input = step(input)
-    return input
+        value = step(value)
+    return value

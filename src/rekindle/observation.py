@@ -5,12 +5,12 @@ Counts are kept in the process, not in a context variable, because autograd repl
 threads of its own.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,7 +63,10 @@ def format_observation(seen: Observation) -> str:
     table = [["region", *heads], *rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     lines = [
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
+        "  ".join(
+            c.ljust(w) if i == 0 else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
         for row in table
     ]
     return "\n".join(lines)
@@ -98,8 +101,8 @@ def observe() -> Iterator[Observation]:
 
 def region_name(function: Callable[..., Any]) -> str:
     """What a person calls a region: the module's class, or the function's qualified name."""
-    while isinstance(inner := getattr(function, "func", None), Callable):  # type: ignore[arg-type]
-        function = inner
+    while isinstance(function, functools.partial):
+        function = function.func
     owner = getattr(function, "__self__", None)
     if isinstance(function, nn.Module):
         return type(function).__name__
@@ -127,7 +130,7 @@ class Watch:
         self._count(tensor, "dropped")
 
     def _count(self, tensor: Tensor, fate: str) -> None:
-        """Count a storage once, whatever views of it are saved; parameters are nobody's activation."""
+        """Count a storage once, whatever views of it are saved; parameters are no activations."""
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return
         try:
@@ -161,7 +164,7 @@ class _OpCounter(TorchDispatchMode):
     """Counts the ops that reach the dispatcher."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops = 0
 
     @classmethod
@@ -169,7 +172,11 @@ class _OpCounter(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         self.ops += 1
         return func(*args, **(kwargs or {}))

@@ -1,11 +1,37 @@
 """Inside `torch.compile`, a region is handed to torch's own higher-order op.
 
-Dynamo knows activation checkpointing by the identity of torch's function, so the original is kept
-here, for when `rekindle.patch_torch()` has put ours in its place. `noop_context_fn` is compared by
-identity inside torch: there is one, and it is torch's.
+Dynamo knows activation checkpointing by the identity of torch's function, so torch's own objects
+are kept here, for when `rekindle.patch_torch()` has put ours in their place. `noop_context_fn` is
+compared by identity inside torch: there is one, and it is torch's.
 """
 
-import torch.utils.checkpoint
+from collections.abc import Callable
+from typing import Any
 
-torch_checkpoint = torch.utils.checkpoint.checkpoint
-noop_context_fn = torch.utils.checkpoint.noop_context_fn
+import torch.utils.checkpoint as torch_module
+
+torch_checkpoint = torch_module.checkpoint
+torch_early_stop = torch_module.set_checkpoint_early_stop
+torch_debug_enabled = torch_module.set_checkpoint_debug_enabled
+noop_context_fn = torch_module.noop_context_fn
+
+
+def hand_over(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    use_reentrant: bool,
+    context_fn: Callable[[], Any],
+    preserve_rng_state: bool,
+) -> Any:
+    """The region as torch's own, for Dynamo to trace.
+
+    Checks, debug and early stop are left out: a graph has no replay to check or to stop.
+    """
+    options: dict[str, Any] = {
+        "use_reentrant": use_reentrant,
+        "preserve_rng_state": preserve_rng_state,
+    }
+    if context_fn is not noop_context_fn:  # Dynamo cannot read the default through our signature
+        options["context_fn"] = context_fn
+    return torch_checkpoint(function, *args, **options, **kwargs)

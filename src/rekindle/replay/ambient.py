@@ -1,8 +1,8 @@
 """The state around a region that decides which ops run: taken in forward, entered again in replay.
 
 Autocast of every device type, the default device (`with torch.device(...)`), the default dtype, and
-which attention kernels are allowed (`sdpa_kernel`). Most regions run with nothing of it changed, and
-then taking it is a handful of calls and one tuple.
+which attention kernels are allowed (`sdpa_kernel`). Most regions run with nothing of it changed,
+and then taking it is a handful of calls and one tuple.
 """
 
 from collections.abc import Iterator
@@ -39,6 +39,7 @@ def take() -> Ambient:
 
 
 def has_autocast(then: Ambient) -> bool:
+    """Whether autocast was on for any device type."""
     return then[5] is not None
 
 

@@ -1,15 +1,15 @@
-"""One replay's saved-tensor hook: takes what the region saves, in order, until all that is needed is there.
+"""One replay's saved-tensor hook: takes what the region saves, until all that is needed is there.
 
-It is a generator, and its `send` is the hook: autograd calls it for every activation, and resuming a
-generator is the cheapest way to run Python from there. It takes tensors as they are and hands back
-their position; what is needed of them is looked at when the replay is over.
+It is a generator, and its `send` is the hook: autograd calls it for every activation, and resuming
+a generator is the cheapest way to run Python from there. It takes tensors as they are and hands
+back their position; what is needed of them is looked at when the replay is over.
 
 Note [When a replay may stop]. A replay stops once the last living slot's activation is there.
-Autograd saves an op's inputs *before* its kernel runs, and an op may write to an input that it saves
-(`rrelu` and its noise): stopping inside such a save would hand out a tensor that was never written.
-A tensor that an earlier op made with a gradient, or a parameter, is surely written; any other is
-loose until the op that saves it has ended. With a loose save at the call site of the last one, the
-replay goes on to the next save from another call site, or to the end.
+Autograd saves an op's inputs *before* its kernel runs, and an op may write to an input that it
+saves (`rrelu` and its noise): stopping inside such a save would hand out a tensor that was never
+written. A tensor that an earlier op made with a gradient, or a parameter, is surely written; any
+other is loose until the op that saves it has ended. With a loose save at the call site of the last
+one, the replay goes on to the next save from another call site, or to the end.
 """
 
 import sys
@@ -63,7 +63,7 @@ class Collected:
 def collect(
     found: Collected, needed: int, sites: Sequence[RawSite], early_stop: bool
 ) -> Generator[int, Tensor, None]:
-    """Collect `needed` activations, one at least; `sites` are the forward's. Prime it with `next`."""
+    """Collect `needed` activations, one at least; `sites` are the forward's. Prime with `next`."""
     keep, version, closely = found.tensors.append, found.versions.append, found.where is not None
     position = -1
     op: tuple[CodeType, int] | None = None
@@ -85,7 +85,7 @@ def collect(
 
 
 def _may_be_unwritten(found: Collected, sites: Sequence[RawSite]) -> bool:
-    """Whether the op that saves now may yet write to one of its saves (Note [When a replay may stop])."""
+    """Whether the op that saves now may yet write to a save (Note [When a replay may stop])."""
     position = len(found.tensors) - 1
     op = sites[position][:2]
     while position >= 0 and sites[position][:2] == op:

@@ -123,9 +123,7 @@ class Fingerprints:
         if not pairs:
             return
         same = torch.stack([(a.checksum == b.checksum).cpu() for _, a, b in pairs]).tolist()
-        drifts = [
-            _drift(*pair) for pair, equal in zip(pairs, same, strict=True) if not equal
-        ]
+        drifts = [_drift(*pair) for pair, equal in zip(pairs, same, strict=True) if not equal]
         if drifts:
             raise mismatch.drifted(frame, drifts)
 

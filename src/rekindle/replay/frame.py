@@ -7,15 +7,15 @@ for its activation, the frame runs the region again, collects what it saves, in 
 into the slots that still live. From then on a slot owns its activation, and frees it when autograd
 frees the slot.
 
-Note [What frees a replayed activation]. Without `retain_graph` a node frees its slots right after it
-ran. With `retain_graph` it keeps them, so a slot gives its activation away when asked for it, and a
-second question replays once more. A backward for chosen inputs does not run every node: what was
-replayed for the others is emptied when it ends, unless an exec group is entered, which keeps it for
-the next call.
+Note [What frees a replayed activation]. Without `retain_graph` a node frees its slots right after
+it ran. With `retain_graph` it keeps them, so a slot gives its activation away when asked for it,
+and a second question replays once more. A backward for chosen inputs does not run every node: what
+was replayed for the others is emptied when it ends, unless an exec group is entered, which keeps it
+for the next call.
 
 Note [A full slot is read without Python]. The hook that autograd calls to unpack a slot is an
-`attrgetter`: it reads the slot's `value` without running any Python. A slot that has none falls into
-`__getattr__`, and that is where a replay begins.
+`attrgetter`: it reads the slot's `value` without running any Python. A slot that has none falls
+into `__getattr__`, and that is where a replay begins.
 """
 
 import functools
@@ -23,7 +23,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ContextDecorator, ExitStack, suppress
 from typing import Any
 from weakref import ref
 
@@ -40,8 +40,8 @@ from rekindle.replay.inputs import Inputs
 from rekindle.replay.internals import (
     cuda_in_use,
     exec_group,
-    graph_task_id,
     grad_enabled,
+    graph_task_id,
     keep_graph,
     pop_hooks,
     push_hooks,
@@ -80,10 +80,8 @@ class Slot:
 
     def empty(self) -> None:
         self.once = None
-        try:
+        with suppress(AttributeError):
             del self.value
-        except AttributeError:
-            pass
 
 
 _unpack = operator.attrgetter("value")
@@ -100,7 +98,7 @@ def _is_full(slot: Slot) -> bool:
 
 
 class Frame:
-    """One call of a region: opened and closed around its forward, alive until its last slot dies."""
+    """One call of a region: entered around its forward, alive until its last slot dies."""
 
     had_cuda = False
     modules: ModuleState | None = None
@@ -165,10 +163,10 @@ class Frame:
                 self.__exit__(*sys.exc_info())
                 raise
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             if self._entered is not None:
-                self._entered.__exit__(*error)
+                self._entered.__exit__(*error)  # type: ignore[arg-type]
         finally:
             self._entered = None
             pop_hooks()
@@ -263,7 +261,7 @@ class Frame:
                     push_hooks(hook.send, found.tensors.__getitem__)
                     around.callback(pop_hooks)
                     if self.contexts is not None:
-                        around.enter_context(self.contexts[1])
+                        around.enter_context(_reusable(self.contexts[1]))
                     if self.trace is not None:
                         around.enter_context(self.trace.replay())
                     self.function(*args, **kwargs)
@@ -283,7 +281,7 @@ class Frame:
         modules = self.modules
         moved = modules is not None and not modules.is_as_before()
         same = self.ambient == ambient.take() and not ambient.has_autocast(self.ambient)
-        if same and not moved and watch is self.contexts is self.trace is None:
+        if same and not (moved or watch or self.contexts or self.trace):
             return None
         with ExitStack() as stack:
             if modules is not None and moved:
@@ -332,6 +330,15 @@ class Frame:
             again.tensors.clear()
 
 
+def _reusable(context: Any) -> Any:
+    """A context to enter, so that the same one can be entered again for the next replay.
+
+    What `contextlib.contextmanager` makes can be entered once; as a decorator it makes itself anew
+    for every call, and so it does here.
+    """
+    return context._recreate_cm() if isinstance(context, ContextDecorator) else context
+
+
 class _ToEmpty(threading.local):
     """The frames that replayed in the backward that runs on this thread."""
 
@@ -347,7 +354,8 @@ def _empty_when_backward_ends(frame: Frame) -> None:
     task = graph_task_id()
     if _to_empty.task != task:
         _to_empty.task = task
-        _to_empty.frames = frames = []
+        frames: list[ref[Frame]] = []
+        _to_empty.frames = frames
         when_backward_ends(functools.partial(_empty_all, frames))
     _to_empty.frames.append(ref(frame))
 

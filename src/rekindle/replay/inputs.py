@@ -5,9 +5,9 @@ on top when the region was called, exactly as if autograd had saved them: an enc
 and replays them, `save_on_cpu` moves them. With no hooks they are held as they are.
 
 Note [A changed argument cannot be replayed]. A region that changes an argument in place, or whose
-argument is changed afterwards, has lost what the replay would start from. The version counters tell;
-the region lets go of its arguments at once (one may be part of the region's own graph by now, and
-holding it would make a cycle that nothing collects), and a replay is an error that names it.
+argument is changed afterwards, has lost what the replay would start from. The version counters
+tell; the region lets go of its arguments at once (one may be part of the region's own graph by now,
+and holding it would make a cycle that nothing collects), and a replay is an error that names it.
 """
 
 from collections.abc import Callable, Iterator

@@ -14,8 +14,8 @@ _autograd = torch._C._autograd
 push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None] = (
     _autograd._push_saved_tensors_default_hooks
 )
-"""Make a pair of saved-tensor hooks the top one. Public form: `torch.autograd.graph.saved_tensors_hooks`,
-which costs four times as much."""
+"""Make a pair of saved-tensor hooks the top one. Public form, at four times the cost:
+`torch.autograd.graph.saved_tensors_hooks`."""
 
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 """Undo `push_hooks`."""
@@ -51,11 +51,11 @@ function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that is running on this thread ends. No public form."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 func_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-"""The innermost `torch.func` transform (grad, vmap, …) that is running here, or None. No public form."""
+"""The innermost `torch.func` transform (grad, vmap, …) that runs here, or None. No public form."""
 
 runs_whole_graph: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
 """Whether the backward that runs was called without chosen inputs. No public form."""

@@ -36,7 +36,11 @@ def different(frame: "Frame", position: int, again: "Collected") -> CheckpointEr
         frame,
         f"activation {position + 1} of {len(frame.slots)} is not what it was.",
         _side_by_side(
-            ("saved", _meta(slot), "nothing, when replayed once more" if found is None else describe(found)),
+            (
+                "saved",
+                _meta(slot),
+                "nothing, when replayed once more" if found is None else describe(found),
+            ),
             ("by", then.op, now.op if now else ""),
             ("at", str(then), str(now) if now else ""),
             ("", then.source, now.source if now else ""),
@@ -115,7 +119,9 @@ def _cause_of_difference(
     if slot.device != found.device:
         return "a device that the region takes from outside: a global, a module that was moved"
     if slot.dtype != found.dtype:
-        return "a dtype from outside: autocast switched inside the region by a global, a module cast"
+        return (
+            "a dtype from outside: autocast switched inside the region by a global, a module cast"
+        )
     return (
         "a shape that depends on data (routing, masks, `nonzero`) where the data came out differently "
         "(a nondeterministic op, a random generator of your own), or a parameter or buffer resized "
@@ -130,6 +136,4 @@ def _meta(slot: "Slot") -> str:
 def _side_by_side(*rows: tuple[str, str, str]) -> str:
     table = [("", "forward", "replay"), *rows]
     label, left = (max(len(row[i]) for row in table) for i in (0, 1))
-    return "\n".join(
-        f"    {a.ljust(label)}  {b.ljust(left)}   {c}".rstrip() for a, b, c in table
-    )
+    return "\n".join(f"    {a.ljust(label)}  {b.ljust(left)}   {c}".rstrip() for a, b, c in table)

@@ -1,4 +1,4 @@
-"""The modules a region runs: their buffers end a step as without replay, their modes are as in forward.
+"""The modules a region runs: buffers end a step as without a replay, modes are as in forward.
 
 Note [Buffers are replayed from what they were]. A module that changes a buffer (BatchNorm's running
 statistics, a power iteration, an expert-load counter) would change it a second time in replay, and
@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -46,7 +45,7 @@ class ModuleState:
                 self._before[watched.module] = watched.copies()
 
     def close(self) -> None:
-        """The forward has ended: keep copies for the modules that changed a buffer, drop the rest."""
+        """The forward has ended: keep copies where a module changed a buffer, drop the rest."""
         for watched in self._watched:
             module = watched.module
             if watched.changed():
@@ -126,9 +125,7 @@ def reached_from(function: Callable[..., Any], args: tuple[Any, ...]) -> list[nn
         roots.append(function)
     else:
         _collect(function, roots, _CLOSURE_DEPTH)
-    for arg in args:
-        if isinstance(arg, nn.Module):
-            roots.append(arg)
+    roots += [arg for arg in args if isinstance(arg, nn.Module)]
     if not roots:
         return roots
     for module in roots:  # grows while it is walked

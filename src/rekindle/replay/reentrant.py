@@ -1,4 +1,4 @@
-"""The reentrant variant: forward builds no graph; backward runs the region again and goes through it.
+"""The reentrant variant: forward builds no graph, backward runs the region again and through it.
 
 Kept for code that asks for it by `use_reentrant=True`. It cannot do what its graph-less forward
 cannot know: gradients with respect to chosen inputs, tensors inside containers, keyword arguments.
@@ -23,7 +23,7 @@ def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Each tensor cut off its graph, as a leaf that wants a gradient if it did before."""
     if not isinstance(inputs, tuple):
         raise RuntimeError(
-            f"Only tuple of tensors is supported. Got Unsupported input type: {type(inputs).__name__}"
+            f"Only a tuple of tensors can be detached, but got {type(inputs).__name__}"
         )
     return tuple(
         value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
@@ -40,10 +40,12 @@ def check_backward_validity(inputs: Iterable[Any]) -> None:
 
 
 class CheckpointFunction(torch.autograd.Function):
-    """The region as one node of the graph: `CheckpointFunction.apply(function, preserve_rng, *args)`."""
+    """The region as one node of the graph: `apply(function, preserve_rng_state, *args)`."""
 
     @staticmethod
-    def forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    def forward(
+        ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any
+    ) -> Any:
         check_backward_validity(args)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         ctx.run_function = run_function
@@ -52,7 +54,9 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.ambient = ambient.take()
         ctx.modules = ModuleState(reached_from(run_function, args))
-        ctx.rng = rng.take({t.device for t in tensors if not t.is_cpu}) if preserve_rng_state else None
+        ctx.rng = (
+            rng.take({t.device for t in tensors if not t.is_cpu}) if preserve_rng_state else None
+        )
         ctx.watch = observation.Watch(run_function) if _observed() else None
         if ctx.watch is not None:
             ctx.watch.ran(tensors)

@@ -1,7 +1,8 @@
 """Where in the user's code an activation was saved.
 
-A site is recorded for every activation in forward, so it must cost next to nothing: two code objects
-and two bytecode offsets. Lines, columns and source text are looked up only when an error is written.
+A site is recorded for every activation in forward, so it must cost next to nothing: two code
+objects and two bytecode offsets. Lines, columns and source text are looked up when an error is
+written.
 """
 
 import linecache
@@ -59,13 +60,14 @@ class Site:
     source: str
     """The line of user code, stripped."""
     op: str
-    """The very expression that saved the activation: in user code or, under it, in torch's Python."""
+    """The very expression that saved the activation: in user code and, under it, in torch's."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
 
 
 def look_up(raw: RawSite) -> Site:
+    """The lines and expressions that a raw site stands for."""
     inner, inner_at, outer, outer_at = raw
     line, source = _source(outer, outer_at)
     op = _expression(outer, outer_at)

@@ -1,8 +1,14 @@
-"""The switches that act on every region: early stop, debug; and the flag a region can read."""
+"""The switches that act on every region: early stop, debug; and the flag a region can read.
+
+Torch has switches of the same names, process-wide values of its module, and its own engine runs
+the regions inside compiled code. So setting one of ours sets torch's too: no two can disagree.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+
+from rekindle.compiled.handover import torch_debug_enabled, torch_early_stop
 
 early_stop: ContextVar[bool | None] = ContextVar("rekindle_early_stop", default=None)
 debug: ContextVar[bool | None] = ContextVar("rekindle_debug", default=None)
@@ -20,14 +26,15 @@ def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
     """
     token = early_stop.set(enable)
     try:
-        yield
+        with torch_early_stop(enable):
+            yield
     finally:
         early_stop.reset(token)
 
 
 @contextmanager
 def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
-    """Force debug on or off for the regions run inside, over their own `debug`; None leaves it to them.
+    """Force debug on or off for the regions run inside; None leaves it to their own `debug`.
 
     >>> import torch, rekindle
     >>> x = torch.ones(2, requires_grad=True)
@@ -36,7 +43,8 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
     """
     token = debug.set(enabled)
     try:
-        yield
+        with torch_debug_enabled(enabled):
+            yield
     finally:
         debug.reset(token)
 

@@ -59,14 +59,13 @@ def format_diff(trace: OpTrace) -> str:
         (i for i, (a, b) in enumerate(zip(ran, replayed, strict=False)) if not a.same_as(b)),
         min(len(ran), len(replayed)),
     )
-    lines = [
+    summary = (
         f"Ops: {len(ran)} in forward, {len(replayed)} in replay until it stopped; "
         f"the first {part} are the same."
-    ]
+    )
     if part == len(ran) == len(replayed):
-        return lines[0]
-    for op in ran[max(0, part - _CONTEXT) : part]:
-        lines.append(f"    {op}")
+        return summary
+    lines = [summary, *(f"    {op}" for op in ran[max(0, part - _CONTEXT) : part])]
     for mark, ops in (("-", ran), ("+", replayed)):
         shown = ops[part : part + _SHOWN]
         lines += [f"  {mark} {op}    [{sites.look_up(op.site)}]" for op in shown] or [
@@ -80,7 +79,7 @@ class _Recorder(TorchDispatchMode):
     """Appends each op that reaches the dispatcher to a list."""
 
     def __init__(self, ops: list[Op]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._ops = ops
 
     @classmethod
@@ -88,7 +87,11 @@ class _Recorder(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         made = ", ".join(map(describe, tree_leaves(out)))
@@ -104,4 +107,5 @@ def describe(value: Any) -> str:
 
 
 def meta(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
+    """The same of a tensor that is gone."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} {device}"

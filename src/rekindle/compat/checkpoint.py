@@ -1,0 +1,132 @@
+"""Every public name of `torch.utils.checkpoint`, with torch's defaults and warnings, on our engine.
+
+    from rekindle.compat.checkpoint import checkpoint   # instead of torch.utils.checkpoint
+
+The selective names (`create_selective_checkpoint_contexts` and its friends) are torch's own
+objects: our engine runs the contexts they make. A few private names are here because other people's
+code imports them.
+"""
+
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch.utils.checkpoint as _torch
+from torch import nn
+
+import rekindle
+from rekindle import (
+    CheckpointError,
+    CheckpointFunction,
+    DefaultDeviceType,
+    GraphExecGroup,
+    check_backward_validity,
+    detach_variable,
+    get_device_states,
+    noop_context_fn,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+    set_device_states,
+)
+from rekindle.replay.frame import Frame
+from rekindle.replay.internals import func_transform, grad_enabled
+from rekindle.replay.options import ContextFn, options_of
+from rekindle.replay.rng import infer_device_type
+
+SAC_IGNORED_OPS = _torch.SAC_IGNORED_OPS
+CheckpointPolicy = _torch.CheckpointPolicy
+SelectiveCheckpointContext = _torch.SelectiveCheckpointContext
+create_selective_checkpoint_contexts = _torch.create_selective_checkpoint_contexts
+_CachedTorchDispatchMode = _torch._CachedTorchDispatchMode
+_CachingTorchDispatchMode = _torch._CachingTorchDispatchMode
+_DEFAULT_DETERMINISM_MODE = "default"
+_infer_device_type = infer_device_type
+
+__all__ = [
+    "SAC_IGNORED_OPS",
+    "CheckpointError",
+    "CheckpointFunction",
+    "CheckpointPolicy",
+    "DefaultDeviceType",
+    "GraphExecGroup",
+    "SelectiveCheckpointContext",
+    "check_backward_validity",
+    "checkpoint",
+    "checkpoint_sequential",
+    "create_selective_checkpoint_contexts",
+    "detach_variable",
+    "get_device_states",
+    "noop_context_fn",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
+    "set_device_states",
+]
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: Any = _DEFAULT_DETERMINISM_MODE,
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """As torch's: reentrant, with a warning, if `use_reentrant` is not given."""
+    return rekindle.checkpoint(
+        function,
+        *args,
+        use_reentrant=_explicit(use_reentrant),
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        **kwargs,
+    )
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Sequence[Callable[..., Any]],
+    segments: int,
+    input: Any,  # noqa: A002  (torch's name)
+    use_reentrant: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """As torch's: reentrant, with a warning, if `use_reentrant` is not given."""
+    unknown = kwargs.keys() - {"preserve_rng_state"}
+    if unknown:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(sorted(unknown)))
+    return rekindle.checkpoint_sequential(
+        functions, segments, input, _explicit(use_reentrant), **kwargs
+    )
+
+
+def _explicit(use_reentrant: bool | None) -> bool:
+    if use_reentrant is None:
+        warnings.warn(
+            "checkpoint was called without use_reentrant, which then means use_reentrant=True, as "
+            "in torch.utils.checkpoint. Pass use_reentrant=False (recommended) or True.",
+            stacklevel=3,
+        )
+        return True
+    return use_reentrant
+
+
+def _checkpoint_without_reentrant_generator(
+    fn: Callable[..., Any],
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: Any = _DEFAULT_DETERMINISM_MODE,
+    debug: bool = False,
+    early_stop: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> Generator[None, None, None]:
+    """A region whose forward the caller runs: between the first `next` and the second."""
+    options = options_of(context_fn, determinism_check, debug, early_stop, preserve_rng_state)
+    if not grad_enabled() or func_transform() is not None:
+        yield
+        return
+    with Frame(fn, args, kwargs, options):
+        yield
