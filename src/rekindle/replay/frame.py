@@ -23,9 +23,9 @@ import operator
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ContextDecorator, ExitStack, suppress
+from contextlib import ContextDecorator, ExitStack
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -52,36 +52,26 @@ from rekindle.replay.internals import (
 )
 from rekindle.replay.modules import ModuleState, reached_from
 from rekindle.replay.options import Options
-from rekindle.replay.sites import RawSite, record
+from rekindle.replay.sites import RawSite, library, with_user_code
 from rekindle.replay.switches import recomputing
 from rekindle.replay.trace import OpTrace
+
+_getframe = sys._getframe
 
 
 class Slot:
     """The box that autograd holds in place of one activation."""
 
-    __slots__ = ("__weakref__", "device", "dtype", "frame", "once", "shape", "spoiled", "value")
+    __slots__ = ("__weakref__", "frame", "meta", "value")
 
     frame: "Frame"
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+    meta: tuple[torch.Size, torch.dtype, torch.device]
     value: Tensor
-    """The activation, for as long as the slot lives."""
-    once: Tensor | None
-    """The activation, to be given away when it is asked for."""
-    spoiled: CheckpointError | None
-    """Why there is none: the region wrote to it after it was saved."""
 
     def __getattr__(self, name: str) -> Tensor:
         if name == "value":
             return self.frame.fill(self)
         raise AttributeError(name)
-
-    def empty(self) -> None:
-        self.once = None
-        with suppress(AttributeError):
-            del self.value
 
 
 _unpack = operator.attrgetter("value")
@@ -110,6 +100,8 @@ class Frame:
     running = False
     looking = False
     """Whether somebody wants to see what is saved."""
+    away: WeakKeyDictionary[Slot, Tensor | CheckpointError] | None = None
+    """Activations to be given away when they are asked for, and errors in place of some."""
     _entered: ExitStack | None = None
 
     def __init__(
@@ -182,15 +174,15 @@ class Frame:
     def _pack(self, x: Tensor) -> Slot:
         slot = Slot()
         slot.frame = self
-        slot.once = slot.spoiled = None
-        slot.shape = x.shape
-        slot.dtype = x.dtype
-        slot.device = x.device
+        slot.meta = x.shape, x.dtype, x.device
         self.slots.append(ref(slot))
-        self.sites.append(record())
+        caller = _getframe(1)
+        code = caller.f_code
+        site = with_user_code(caller) if library[code.co_filename] else (code, caller.f_lasti)
+        self.sites.append(site)
         if self.looking:
             if self.values is not None:
-                self.values.add(x, self.sites[-1])
+                self.values.add(x, site)
             if self.watch is not None:
                 self.watch.saved(x)
         return slot
@@ -198,30 +190,32 @@ class Frame:
     # Backward
 
     def fill(self, slot: Slot) -> Tensor:
-        """The activation of a slot that has no value: what it holds to give away, or a replay's."""
+        """The activation of a slot that has none: from those to be given away, or from a replay."""
         alone = self._lock.acquire(blocking=False)
         if not alone:  # another device's thread of the same backward replays
             self._lock.acquire()
         try:
-            if slot.once is None and slot.spoiled is None and (alone or not _is_full(slot)):
+            value = self.away.pop(slot, None) if self.away else None
+            if value is None and (alone or not _is_full(slot)):
                 self._replay()
-            value, slot.once = slot.once, None
+                value = self.away.pop(slot, None) if self.away else None
         finally:
             self._lock.release()
-        if slot.spoiled is not None:
-            raise slot.spoiled
         if value is None:
             return _read_value(slot)  # type: ignore[no-any-return]
         if graph_task_id() == -1:  # somebody reads `grad_fn._saved_…` outside a backward
             self.empty()
+        if isinstance(value, CheckpointError):
+            raise value
         return value
 
     def empty(self) -> None:
         """Let go of every replayed activation that nobody asked for."""
+        self.away = None
         for weak in self.slots:
             slot = weak()
-            if slot is not None:
-                slot.empty()
+            if slot is not None and _is_full(slot):
+                del slot.value
 
     def _replay(self) -> None:
         """Run the region again and fill the slots that live, or raise and fill none."""
@@ -296,22 +290,22 @@ class Frame:
     def _distribute(self, found: Collected) -> None:
         """Put what a replay saved into the slots, checked against what the forward saved."""
         checks = self.options.determinism_check != "none"
-        away = graph_task_id() == -1 or keep_graph()  # Note [What frees a replayed activation]
+        give_away = graph_task_id() == -1 or keep_graph()  # Note [What frees a replayed activation]
+        away: WeakKeyDictionary[Slot, Tensor | CheckpointError] = WeakKeyDictionary()
         slots, tensors, versions = self.slots, found.tensors, found.versions
-        for position, x in enumerate(tensors[: len(slots)]):
-            slot = slots[position]()
+        for position, (weak, x) in enumerate(zip(slots, tensors, strict=False)):
+            slot = weak()
             if slot is None:
                 continue
-            if checks and (
-                slot.shape != x.shape or slot.dtype != x.dtype or slot.device != x.device
-            ):
+            if checks and slot.meta != (x.shape, x.dtype, x.device):
                 raise self._explain(position)
             if x._version != versions[position]:
-                slot.spoiled = mismatch.changed_in_place(self, position, x, versions[position])
-            elif away:
-                slot.once = x
+                away[slot] = mismatch.changed_in_place(self, position, x, versions[position])
+            elif give_away:
+                away[slot] = x
             else:
                 slot.value = x
+        self.away = away
         if len(tensors) > len(slots) and not self.running:
             raise self._explain(len(slots))
         for position in range(len(tensors), len(slots)):

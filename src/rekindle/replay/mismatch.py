@@ -116,21 +116,22 @@ def _cause_of_difference(
 ) -> str:
     if found is None or then != now:
         return _BRANCH
-    if slot.device != found.device:
+    if slot.meta[2] != found.device:
         return "a device that the region takes from outside: a global, a module that was moved"
-    if slot.dtype != found.dtype:
+    if slot.meta[1] != found.dtype:
         return (
             "a dtype from outside: autocast switched inside the region by a global, a module cast"
         )
     return (
-        "a shape that depends on data (routing, masks, `nonzero`) where the data came out differently "
+        "a shape that depends on data (routing, masks, `nonzero`), and the data came out otherwise "
         "(a nondeterministic op, a random generator of your own), or a parameter or buffer resized "
         "since"
     )
 
 
 def _meta(slot: "Slot") -> str:
-    return meta(slot.dtype, slot.shape, slot.device)
+    shape, dtype, device = slot.meta
+    return meta(dtype, shape, device)
 
 
 def _side_by_side(*rows: tuple[str, str, str]) -> str:

@@ -15,9 +15,12 @@ from typing import TypeAlias
 
 import torch
 
-RawSite: TypeAlias = tuple[CodeType, int, CodeType, int]
-"""The innermost Python call and the nearest one in user code, each as code object and offset."""
+RawSite: TypeAlias = tuple[CodeType, int] | tuple[CodeType, int, CodeType, int]
+"""The Python call that ran an op, as code object and offset; and, if that is in torch's own Python,
+the nearest one in user code."""
 
+_DEEP = 6
+"""How far up to look for user code: `self.up(x)` is three frames above the op it runs."""
 _LIBRARY = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
@@ -33,21 +36,26 @@ class _LibraryFiles(dict[str, bool]):
         return known
 
 
-_library = _LibraryFiles()
+library = _LibraryFiles()
 
 
 def record(depth: int = 2) -> RawSite:
     """The site of the op that is running; `depth` counts the Python frames that are ours."""
-    frame: FrameType = sys._getframe(depth)
-    code, at = frame.f_code, frame.f_lasti
-    if not _library[code.co_filename]:
-        return code, at, code, at
-    outer: FrameType | None = frame.f_back
-    while outer is not None and _library[outer.f_code.co_filename]:
-        outer = outer.f_back
-    if outer is None:
-        return code, at, code, at
-    return code, at, outer.f_code, outer.f_lasti
+    frame = sys._getframe(depth)
+    code = frame.f_code
+    return with_user_code(frame) if library[code.co_filename] else (code, frame.f_lasti)
+
+
+def with_user_code(frame: FrameType) -> RawSite:
+    """The site of an op that torch's own Python ran, with the user's line above it."""
+    above = frame.f_back
+    for _ in range(_DEEP):
+        if above is None:
+            break
+        if not library[above.f_code.co_filename]:
+            return frame.f_code, frame.f_lasti, above.f_code, above.f_lasti
+        above = above.f_back
+    return frame.f_code, frame.f_lasti
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Site:
 
 def look_up(raw: RawSite) -> Site:
     """The lines and expressions that a raw site stands for."""
-    inner, inner_at, outer, outer_at = raw
+    (inner, inner_at), (outer, outer_at) = raw[:2], raw[-2:]
     line, source = _source(outer, outer_at)
     op = _expression(outer, outer_at)
     if inner is not outer:
