@@ -291,7 +291,7 @@ class Frame:
         """Put what a replay saved into the slots, checked against what the forward saved."""
         checks = self.options.determinism_check != "none"
         give_away = graph_task_id() == -1 or keep_graph()  # Note [What frees a replayed activation]
-        away: WeakKeyDictionary[Slot, Tensor | CheckpointError] = WeakKeyDictionary()
+        self.away = None
         slots, tensors, versions = self.slots, found.tensors, found.versions
         for position, (weak, x) in enumerate(zip(slots, tensors, strict=False)):
             slot = weak()
@@ -300,12 +300,13 @@ class Frame:
             if checks and slot.meta != (x.shape, x.dtype, x.device):
                 raise self._explain(position)
             if x._version != versions[position]:
-                away[slot] = mismatch.changed_in_place(self, position, x, versions[position])
+                self._keep_for(
+                    slot, mismatch.changed_in_place(self, position, x, versions[position])
+                )
             elif give_away:
-                away[slot] = x
+                self._keep_for(slot, x)
             else:
                 slot.value = x
-        self.away = away
         if len(tensors) > len(slots) and not self.running:
             raise self._explain(len(slots))
         for position in range(len(tensors), len(slots)):
@@ -313,6 +314,11 @@ class Frame:
                 raise mismatch.fewer_saved(self, len(tensors), position)
         if self.values is not None:
             self.values.check(self)
+
+    def _keep_for(self, slot: Slot, value: Tensor | CheckpointError) -> None:
+        if self.away is None:
+            self.away = WeakKeyDictionary()
+        self.away[slot] = value
 
     def _explain(self, position: int) -> CheckpointError:
         """The error of a replay that went another way: replay once more, to see where."""
