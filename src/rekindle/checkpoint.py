@@ -66,6 +66,8 @@ def checkpoint(
             early_stop=early_stop,
             preserve_rng_state=preserve_rng_state,
         )
+    if not callable(function):
+        raise TypeError(f"checkpoint() runs a function, but got {type(function).__name__}")
     if use_reentrant:
         _check_reentrant(options.context_fn, debug, kwargs)
     if not torch.is_grad_enabled() or func_transform() is not None:
@@ -126,12 +128,12 @@ def checkpoint_sequential(
     >>> model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(6)])
     >>> y = rekindle.checkpoint_sequential(model, 3, torch.ones(2, 4))
     """
-    steps: list[Callable[..., Any]] = list(
-        functions.children() if isinstance(functions, nn.Sequential) else functions
-    )
+    steps: list[Callable[..., Any]] = list(functions)
+    if not isinstance(segments, int):
+        raise TypeError(f"segments should be a whole number, but got {type(segments).__name__}")
     if not 1 <= segments <= max(len(steps), 1):
         raise ValueError(f"segments should be from 1 to {len(steps)}, but got {segments}")
-    size = len(steps) // segments
+    size = max(len(steps) // segments, 1)
     value = input
     for start in range(0, size * (segments - 1), size):
         value = checkpoint(

@@ -37,7 +37,7 @@ class Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-@dataclass
+@dataclass(eq=False)
 class Observation:
     """Counts per region, by the region's name, and in total; prints as a table."""
 
@@ -118,18 +118,18 @@ class Watch:
         self._counts = [seen.of(region_name(function)) for seen in active]
         self._known: dict[int, StorageWeakRef] = {}
 
-    def ran(self, inputs: Iterable[Tensor]) -> None:
-        """The forward begins with these inputs held."""
+    def ran(self, inputs: Iterable[Tensor], held: bool = True) -> None:
+        """The forward begins; its inputs are held by the region, or by an enclosing one."""
         for counts in self._counts:
             counts.forwards += 1
         for tensor in inputs:
-            self._count(tensor, "held")
+            self._count(tensor, "held" if held else None)
 
     def saved(self, tensor: Tensor) -> None:
         """Autograd saved a tensor in the region's forward, and the region dropped it."""
         self._count(tensor, "dropped")
 
-    def _count(self, tensor: Tensor, fate: str) -> None:
+    def _count(self, tensor: Tensor, fate: str | None) -> None:
         """Count a storage once, whatever views of it are saved; parameters are no activations."""
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return
@@ -143,7 +143,7 @@ class Watch:
                 return
             self._known[reference.cdata] = reference
             size = storage.nbytes()
-        for counts in self._counts:
+        for counts in self._counts if fate else ():
             setattr(counts, f"activations_{fate}", getattr(counts, f"activations_{fate}") + 1)
             setattr(counts, f"bytes_{fate}", getattr(counts, f"bytes_{fate}") + size)
 

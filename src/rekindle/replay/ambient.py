@@ -11,11 +11,16 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rekindle.replay.internals import any_autocast, function_modes
+from rekindle.replay.internals import (
+    any_autocast,
+    function_modes,
+    torch_function_enabled,
+    torch_function_on,
+)
 
 Ambient: TypeAlias = tuple[Any, ...]
-"""Default dtype, the four kinds of attention, casts and default device; equal when a region would
-run alike. Casts and device are None when there are none."""
+"""Default dtype, the four kinds of attention, whether `__torch_function__` is on, casts and default
+device; equal when a region would run alike. Casts and device are None when there are none."""
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _flash, _mem_efficient, _math, _cudnn = (
@@ -33,6 +38,7 @@ def take() -> Ambient:
         _mem_efficient(),
         _math(),
         _cudnn(),
+        torch_function_on(),
         _casts() if any_autocast() else None,
         torch.get_default_device() if function_modes() else None,
     )
@@ -40,7 +46,7 @@ def take() -> Ambient:
 
 def has_autocast(then: Ambient) -> bool:
     """Whether autocast was on for any device type."""
-    return then[5] is not None
+    return then[6] is not None
 
 
 def _casts() -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
@@ -58,7 +64,7 @@ def _casts() -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
 def entered(then: Ambient) -> Iterator[None]:
     """Run as in `then`, and put back what is now, whatever happens."""
     now = take()
-    dtype, *attention, casts, device = then
+    dtype, *attention, torch_function, casts, device = then
     with ExitStack() as stack:
         if now[0] != dtype:
             torch.set_default_dtype(dtype)
@@ -67,9 +73,11 @@ def entered(then: Ambient) -> Iterator[None]:
             if before != after:
                 allow(before)
                 stack.callback(allow, after)
-        if now[6] != device:
+        if torch_function and not now[5]:
+            stack.enter_context(torch_function_enabled())
+        if now[7] != device:
             stack.enter_context(device or torch.device("cpu"))
-        for kind, enabled, cast_dtype, cache in casts or _all_off(now[5] or ()):
+        for kind, enabled, cast_dtype, cache in casts or _all_off(now[6] or ()):
             stack.enter_context(
                 torch.autocast(kind, enabled=enabled, dtype=cast_dtype, cache_enabled=cache)
             )

@@ -15,11 +15,13 @@ one, the replay goes on to the next save from another call site, or to the end.
 import sys
 from collections.abc import Generator, Sequence
 from types import CodeType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor, nn
 
-from rekindle.replay.sites import RawSite, record
+from rekindle.replay.inputs import PACKING
+from rekindle.replay.internals import pop_hooks, push_hooks
+from rekindle.replay.sites import RawSite, library, record
 
 if TYPE_CHECKING:
     from rekindle.replay.fingerprint import Fingerprints
@@ -32,7 +34,16 @@ class Stop(BaseException):
 class Collected:
     """What a replay saved: the tensors, their versions then and, if asked for, where."""
 
-    __slots__ = ("detached", "parameters", "tensors", "values", "versions", "where")
+    __slots__ = (
+        "detached",
+        "ended_elsewhere",
+        "parameters",
+        "stopped",
+        "tensors",
+        "values",
+        "versions",
+        "where",
+    )
 
     def __init__(self, closely: bool = False, values: "Fingerprints | None" = None) -> None:
         self.tensors: list[Tensor] = []
@@ -43,6 +54,11 @@ class Collected:
         """Positions of parameters."""
         self.detached = 0
         """How many ops the collecting itself ran."""
+        self.stopped = False
+        """Whether all that was needed was there before the region ended."""
+        self.ended_elsewhere = False
+        """Whether the last activation that was needed came from a call that the forward made too,
+        but in another place: what was saved has shifted."""
 
     def detach(self, x: Tensor) -> Tensor:
         """A parameter's data may be exchanged before backward wants it: hold the data, not it."""
@@ -51,6 +67,15 @@ class Collected:
         self.parameters.add(len(self.tensors))
         self.detached += 1
         return x.detach()
+
+    def is_old(self, position: int) -> bool:
+        """Whether what was saved there is surely no stand-in for a buffer, whose version is new."""
+        x = self.tensors[position]
+        return (
+            x.requires_grad
+            or position in self.parameters
+            or (x._is_view() and isinstance(x._base, nn.Parameter))
+        )
 
     def look(self, x: Tensor) -> None:
         """Take down where the region is, and what the tensor holds."""
@@ -70,7 +95,7 @@ def collect(
     while True:
         x = yield position
         if position >= needed - 1 and early_stop and _call_site() != op:
-            raise Stop
+            _stop(found)
         if closely:
             found.look(x)
         if type(x) is not Tensor:
@@ -79,9 +104,12 @@ def collect(
         version(x._version)
         position += 1
         if position == needed - 1 and early_stop:
-            if not _may_be_unwritten(found, sites):
-                raise Stop
             op = _call_site()
+            found.ended_elsewhere = op != sites[position][:2] and any(
+                op == site[:2] and not library[op[0].co_filename] for site in sites
+            )
+            if not _may_be_unwritten(found, sites):
+                _stop(found)
 
 
 def _may_be_unwritten(found: Collected, sites: Sequence[RawSite]) -> bool:
@@ -89,15 +117,22 @@ def _may_be_unwritten(found: Collected, sites: Sequence[RawSite]) -> bool:
     position = len(found.tensors) - 1
     op = sites[position][:2]
     while position >= 0 and sites[position][:2] == op:
-        x = found.tensors[position]
-        if not (
-            x.requires_grad
-            or position in found.parameters
-            or (x._is_view() and isinstance(x._base, nn.Parameter))
-        ):
+        if not (found.is_old(position) or sites[position][0] is PACKING):
             return True
         position -= 1
     return False
+
+
+def _stop(found: Collected) -> NoReturn:
+    """End the replay; what its code still runs on the way out is nobody's."""
+    found.stopped = True
+    pop_hooks()
+    push_hooks(Tensor.detach, _same)
+    raise Stop
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
 
 
 def _call_site() -> tuple[CodeType, int]:

@@ -18,14 +18,13 @@ Note [A full slot is read without Python]. The hook that autograd calls to unpac
 into `__getattr__`, and that is where a replay begins.
 """
 
-import functools
 import operator
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ContextDecorator, ExitStack
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from contextlib import ContextDecorator, ExitStack, suppress
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor
@@ -40,18 +39,22 @@ from rekindle.replay.inputs import Inputs
 from rekindle.replay.internals import (
     cuda_in_use,
     exec_group,
+    func_transform,
     grad_enabled,
     graph_task_id,
     keep_graph,
+    old_vmap_level,
+    outside_func_transforms,
+    outside_old_vmap,
     pop_hooks,
     push_hooks,
-    runs_whole_graph,
     set_grad_enabled,
     top_hooks,
     when_backward_ends,
 )
-from rekindle.replay.modules import ModuleState, reached_from
+from rekindle.replay.modules import ModuleState
 from rekindle.replay.options import Options
+from rekindle.replay.reach import reached_from
 from rekindle.replay.sites import RawSite, library, with_user_code
 from rekindle.replay.switches import recomputing
 from rekindle.replay.trace import OpTrace
@@ -62,10 +65,12 @@ _getframe = sys._getframe
 class Slot:
     """The box that autograd holds in place of one activation."""
 
-    __slots__ = ("__weakref__", "frame", "meta", "value")
+    __slots__ = ("__weakref__", "frame", "meta", "value", "version")
 
     frame: "Frame"
     meta: tuple[torch.Size, torch.dtype, torch.device]
+    version: int
+    """The activation's version when it was saved."""
     value: Tensor
 
     def __getattr__(self, name: str) -> Tensor:
@@ -100,8 +105,8 @@ class Frame:
     running = False
     looking = False
     """Whether somebody wants to see what is saved."""
-    away: WeakKeyDictionary[Slot, Tensor | CheckpointError] | None = None
-    """Activations to be given away when they are asked for, and errors in place of some."""
+    away: "WeakKeyDictionary[Slot, Tensor | _Spoiled] | None" = None
+    """Activations to be given away when they are asked for; spoiled ones are among them."""
     _entered: ExitStack | None = None
 
     def __init__(
@@ -117,7 +122,7 @@ class Frame:
         self.hooked = hooks is not None
         self.inputs = Inputs(args, kwargs, hooks)
         self.ambient = ambient.take()
-        modules = reached_from(function, args)
+        modules = reached_from(function, args, kwargs)
         if modules:
             self.modules = ModuleState(modules)
         if options.preserve_rng_state:
@@ -138,12 +143,12 @@ class Frame:
     # Forward
 
     def __enter__(self) -> None:
-        if observation.active and not recomputing.get():
-            self.watch = observation.Watch(self.function)
-            self.watch.ran(self.inputs.tensors())
-            self.looking = True
         push_hooks(self._pack, _unpack)
         self.running = True
+        if observation.active and not recomputing.get():
+            self.watch = observation.Watch(self.function)
+            self.watch.ran(self.inputs.tensors(), held=not self.hooked)
+            self.looking = True
         if self.contexts is not None or self.trace is not None:
             self._entered = ExitStack()
             try:
@@ -175,6 +180,7 @@ class Frame:
         slot = Slot()
         slot.frame = self
         slot.meta = x.shape, x.dtype, x.device
+        slot.version = x._version
         self.slots.append(ref(slot))
         caller = _getframe(1)
         code = caller.f_code
@@ -205,8 +211,8 @@ class Frame:
             return _read_value(slot)  # type: ignore[no-any-return]
         if graph_task_id() == -1:  # somebody reads `grad_fn._saved_…` outside a backward
             self.empty()
-        if isinstance(value, CheckpointError):
-            raise value
+        if isinstance(value, _Spoiled):
+            raise mismatch.changed_in_place(self, *value)
         return value
 
     def empty(self) -> None:
@@ -228,11 +234,17 @@ class Frame:
             raise
         finally:
             found.tensors.clear()  # the replay's own graph leads back to this list
-        if not runs_whole_graph() and graph_task_id() != -1 and exec_group() is None:
-            _empty_when_backward_ends(self)
+        if graph_task_id() != -1:
+            group = exec_group()
+            if group is None:
+                _empty_when_backward_ends(self)
+            else:
+                finalize(group, _empty_all, [ref(self)])
 
     def _run_again(self, found: Collected) -> None:
-        args, kwargs = self.inputs.again()
+        changed = self.inputs.changed()
+        if changed is not None:
+            raise mismatch.argument_changed(self, changed)
         needed = len(self.slots)
         while self.slots[needed - 1]() is None:
             needed -= 1
@@ -243,15 +255,20 @@ class Frame:
         now = None if self.rng is None else random_state.swap(self.rng)
         try:
             set_grad_enabled(True)
-            around = self._around(found)
+            around = self._around()
             if around is None:
-                push_hooks(hook.send, found.tensors.__getitem__)
-                try:
-                    self.function(*args, **kwargs)
-                finally:
-                    pop_hooks()
+                with self.inputs.again() as (args, kwargs):
+                    push_hooks(hook.send, found.tensors.__getitem__)
+                    try:
+                        self.function(*args, **kwargs)
+                    finally:
+                        pop_hooks()
             else:
                 with around:
+                    args, kwargs = around.enter_context(self.inputs.again())
+                    if observation.active:
+                        watch = observation.Watch(self.function)
+                        around.enter_context(watch.replay(lambda: found.detached))
                     push_hooks(hook.send, found.tensors.__getitem__)
                     around.callback(pop_hooks)
                     if self.contexts is not None:
@@ -261,73 +278,96 @@ class Frame:
                     self.function(*args, **kwargs)
         except Stop:
             pass
+        except Exception:  # the region swallowed the stop, and fell over something of its own
+            if not found.stopped:
+                raise
         finally:
+            hook.close()  # it holds a tensor, and the replay's own graph holds it
             recomputing.reset(token)
             set_grad_enabled(grad)
             if now is not None:
                 random_state.restore(now)
 
-    def _around(self, found: Collected) -> ExitStack | None:
-        """What a replay is to run in, down to the hooks; None if everything is as in forward."""
-        watch = self.watch
-        if watch is None and observation.active:
-            watch = observation.Watch(self.function)
+    def _around(self) -> ExitStack | None:
+        """What a replay is to run in; None if everything is as in forward and nobody looks on."""
         modules = self.modules
         moved = modules is not None and not modules.is_as_before()
         same = self.ambient == ambient.take() and not ambient.has_autocast(self.ambient)
-        if same and not (moved or watch or self.contexts or self.trace):
+        inference, transform = torch.is_inference_mode_enabled(), func_transform()
+        batched = old_vmap_level()
+        looked_at = self.contexts or self.trace or observation.active
+        if same and not (moved or looked_at or inference or transform or batched):
             return None
         with ExitStack() as stack:
+            if transform is not None:  # a batched backward runs under vmap; its forward did not
+                stack.enter_context(outside_func_transforms())
+            if batched:
+                stack.enter_context(outside_old_vmap(batched))
+            if inference:
+                stack.enter_context(torch.inference_mode(mode=False))
+                stack.enter_context(torch.enable_grad())
             if modules is not None and moved:
                 stack.enter_context(modules.as_before())
             if not same:
                 stack.enter_context(ambient.entered(self.ambient))
-            if watch is not None:
-                stack.enter_context(watch.replay(lambda: found.detached))
             return stack.pop_all()
         raise AssertionError("no context of ours swallows an error")
 
     def _distribute(self, found: Collected) -> None:
         """Put what a replay saved into the slots, checked against what the forward saved."""
         checks = self.options.determinism_check != "none"
-        give_away = graph_task_id() == -1 or keep_graph()  # Note [What frees a replayed activation]
+        # Note [What frees a replayed activation]
+        give_away = graph_task_id() == -1 or (keep_graph() and exec_group() is None)
         self.away = None
+        stand_ins = self.modules is not None and self.modules.has_stand_ins()
         slots, tensors, versions = self.slots, found.tensors, found.versions
         for position, (weak, x) in enumerate(zip(slots, tensors, strict=False)):
             slot = weak()
             if slot is None:
                 continue
             if checks and slot.meta != (x.shape, x.dtype, x.device):
-                raise self._explain(position)
-            if x._version != versions[position]:
-                self._keep_for(
-                    slot, mismatch.changed_in_place(self, position, x, versions[position])
-                )
+                raise self._explain(position, x)
+            version = versions[position]
+            if x._version != version:
+                self._keep_for(slot, _Spoiled(position, version, x._version))
+            elif version != slot.version and (found.is_old(position) or not stand_ins):
+                self._keep_for(slot, _Spoiled(position, slot.version, version))
             elif give_away:
                 self._keep_for(slot, x)
             else:
                 slot.value = x
         if len(tensors) > len(slots) and not self.running:
-            raise self._explain(len(slots))
+            raise self._explain(len(slots), None)
+        if found.ended_elsewhere and checks:
+            raise self._explain(len(tensors) - 1, tensors[-1])
         for position in range(len(tensors), len(slots)):
             if slots[position]() is not None:
                 raise mismatch.fewer_saved(self, len(tensors), position)
         if self.values is not None:
             self.values.check(self)
 
-    def _keep_for(self, slot: Slot, value: Tensor | CheckpointError) -> None:
+    def _keep_for(self, slot: Slot, value: "Tensor | _Spoiled") -> None:
         if self.away is None:
             self.away = WeakKeyDictionary()
         self.away[slot] = value
 
-    def _explain(self, position: int) -> CheckpointError:
+    def _explain(self, position: int, seen: Tensor | None) -> CheckpointError:
         """The error of a replay that went another way: replay once more, to see where."""
         again = Collected(closely=True)
         try:
-            self._run_again(again)
-            return mismatch.different(self, position, again)
+            with suppress(Exception):
+                self._run_again(again)
+            return mismatch.different(self, position, seen, again)
         finally:
             again.tensors.clear()
+
+
+class _Spoiled(NamedTuple):
+    """In place of an activation that was changed in place after it was saved."""
+
+    position: int
+    expected: int
+    version: int
 
 
 def _reusable(context: Any) -> Any:
@@ -339,25 +379,41 @@ def _reusable(context: Any) -> Any:
     return context._recreate_cm() if isinstance(context, ContextDecorator) else context
 
 
-class _ToEmpty(threading.local):
-    """The frames that replayed in the backward that runs on this thread."""
+class _Emptying:
+    """The frames that replayed in one backward; they are emptied when autograd lets go of this.
+
+    Autograd takes it for something to call when the backward ends, and lets go of it then: also if
+    the backward fails, when nothing is called.
+    """
 
     def __init__(self) -> None:
-        self.task = -1
         self.frames: list[ref[Frame]] = []
 
+    def __call__(self) -> None:
+        pass
 
-_to_empty = _ToEmpty()
+    def __del__(self) -> None:
+        _empty_all(self.frames)
+
+
+class _Current(threading.local):
+    """The backward that runs on this thread, and whom it is to empty."""
+
+    task = -1
+    emptying: ref[_Emptying] | None = None
+
+
+_current = _Current()
 
 
 def _empty_when_backward_ends(frame: Frame) -> None:
     task = graph_task_id()
-    if _to_empty.task != task:
-        _to_empty.task = task
-        frames: list[ref[Frame]] = []
-        _to_empty.frames = frames
-        when_backward_ends(functools.partial(_empty_all, frames))
-    _to_empty.frames.append(ref(frame))
+    emptying = None if _current.emptying is None else _current.emptying()
+    if emptying is None or _current.task != task:
+        emptying = _Emptying()
+        when_backward_ends(emptying)
+        _current.task, _current.emptying = task, ref(emptying)
+    emptying.frames.append(ref(frame))
 
 
 def _empty_all(frames: list[ref[Frame]]) -> None:

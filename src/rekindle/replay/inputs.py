@@ -10,13 +10,17 @@ tell; the region lets go of its arguments at once (one may be part of the region
 and holding it would make a cycle that nothing collects), and a replay is an error that names it.
 """
 
+import functools
+import io
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES
 
-from rekindle.errors import CheckpointError
+from rekindle.replay.internals import version_of
 
 _Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _PLAIN = frozenset(
@@ -25,15 +29,15 @@ _PLAIN = frozenset(
 
 
 class Inputs:
-    """The arguments of one call, held for its replay."""
+    """The arguments of one call of a region, held for its replay."""
 
     __slots__ = (
         "_args",
         "_changed",
         "_kwargs",
-        "_packed",
         "_tensors",
         "_versions",
+        "_wanted",
         "devices",
         "generators",
     )
@@ -42,20 +46,25 @@ class Inputs:
         self._changed: int | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
+        self._wanted: list[bool] = []
+        """Which tensors required a gradient, in the order in which they are met."""
         self.devices: set[torch.device] = set()
         self.generators: list[torch.Generator] = []
         self._args: Any = args
         self._kwargs: Any = kwargs
-        self._packed = hooks is not None or bool(kwargs) or not self._all_simple(args)
-        if self._packed:
-            self._tensors, self._versions = [], []
-            self._args = tuple([self._pack(value, hooks) for value in args])
-            self._kwargs = {name: self._pack(value, hooks) for name, value in kwargs.items()}
+        if hooks is not None or kwargs or not self._all_simple(args):
+            self._tensors, self._versions, self._wanted = [], [], []
+            packing = _Packing(hooks, self._note)
+            self._args = packing.pack(args)
+            self._kwargs = packing.pack(kwargs)
+            self.generators = packing.generators
 
     def _all_simple(self, args: tuple[Any, ...]) -> bool:
         """Note the tensors among the arguments; False if one of the others is worth a look."""
-        for arg in args:
+        for i, arg in enumerate(args):
             if isinstance(arg, Tensor):
+                if any(arg is other for other in args[:i]):
+                    return False
                 self._note(arg)
             elif type(arg) not in _PLAIN:
                 return False
@@ -63,85 +72,156 @@ class Inputs:
 
     def _note(self, tensor: Tensor) -> None:
         self._tensors.append(tensor)
-        self._versions.append(tensor._version)
+        self._versions.append(version_of(tensor))
+        self._wanted.append(tensor.requires_grad)
         if not tensor.is_cpu:
             self.devices.add(tensor.device)
 
-    def _pack(self, value: Any, hooks: _Hooks | None) -> Any:
-        """The value as it is to be held: tensors through the hooks, containers copied."""
-        if isinstance(value, Tensor):
-            self._note(value)
-            return value if hooks is None else _Packed(value, hooks)
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments; until `close`, if hooks keep them."""
+        return self._tensors
+
+    def close(self, hooked: bool) -> None:
+        """The forward has ended: hold no more than a replay needs."""
+        if self.changed() is not None:
+            self._args = self._kwargs = None
+        if self._changed is not None or hooked:
+            self._tensors = []
+
+    def changed(self) -> int | None:
+        """The tensor argument that was changed in place since the call, or None.
+
+        Note [A changed argument cannot be replayed].
+        """
+        for i, tensor in enumerate(self._tensors):
+            if version_of(tensor) != self._versions[i]:
+                self._changed = i
+        return self._changed
+
+    @contextmanager
+    def again(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments as they were, containers new; hooks that are put on them meanwhile go."""
+        fresh = _Fresh(iter(self._wanted))
+        args, kwargs = fresh.of(self._args), fresh.of(self._kwargs)
+        hooks = [_hooks_of(tensor) for tensor in self._tensors]
+        try:
+            yield args, kwargs
+        finally:
+            for tensor, before in zip(self._tensors, hooks, strict=True):
+                now = tensor._backward_hooks
+                if now is not None:
+                    for added in _hooks_of(tensor) - before:
+                        del now[added]
+
+
+def _hooks_of(tensor: Tensor) -> frozenset[int]:
+    hooks = tensor._backward_hooks
+    return frozenset(hooks) if hooks else _NO_HOOKS
+
+
+_NO_HOOKS: frozenset[int] = frozenset()
+
+
+class _Packing:
+    """Takes arguments apart for holding: tensors go through hooks, containers are copied."""
+
+    def __init__(self, hooks: _Hooks | None, note: Callable[[Tensor], None]) -> None:
+        self._hooks = hooks
+        self._note = note
+        self._done: dict[int, Any] = {}
+        """What the values that may be there twice have become, by their id."""
+        self.generators: list[torch.Generator] = []
+
+    def pack(self, value: Any) -> Any:
         kind = type(value)
         if kind in _PLAIN:
             return value
+        if id(value) not in self._done:
+            self._done[id(value)] = self._pack(value, kind)
+        return self._done[id(value)]
+
+    def _pack(self, value: Any, kind: type) -> Any:
+        if isinstance(value, Tensor):
+            self._note(value)
+            return value if self._hooks is None else _Packed(value, self._hooks)
         if kind is tuple or kind is list:
-            return kind([self._pack(item, hooks) for item in value])
+            return kind([self.pack(item) for item in value])
         if kind is dict:
-            return {key: self._pack(item, hooks) for key, item in value.items()}
+            return {key: self.pack(item) for key, item in value.items()}
+        if hasattr(kind, "_fields") and issubclass(kind, tuple):
+            make: Callable[[list[Any]], Any] = kind._make  # type: ignore[attr-defined]
+            return _Container(make, [self.pack(item) for item in value])
+        if kind in SUPPORTED_NODES:
+            node = SUPPORTED_NODES[kind]
+            items, context = node.flatten_fn(value)
+            rebuild = functools.partial(_rebuild, node.unflatten_fn, context)
+            return _Container(rebuild, [self.pack(item) for item in items])
         if kind is torch.Generator:
             self.generators.append(value)
-        elif hasattr(kind, "__next__"):
+        elif hasattr(kind, "__next__") and not isinstance(value, io.IOBase):
             raise TypeError(
                 f"A region was called with an iterator ({kind.__name__}): a region runs twice, and "
                 "an iterator can be read once. Pass a list or a tuple."
             )
         return value
 
-    def tensors(self) -> Iterator[Tensor]:
-        """The tensors among the arguments; until `close`."""
-        return iter(self._tensors)
-
-    def close(self, hooked: bool) -> None:
-        """The forward has ended: hold no more than a replay needs."""
-        self._look_for_change()
-        if self._changed is not None:
-            self._args = self._kwargs = None
-        if self._changed is not None or hooked:
-            self._tensors = []
-
-    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as they were, in fresh containers."""
-        self._look_for_change()
-        if self._changed is not None:
-            raise CheckpointError(
-                f"Tensor argument {self._changed + 1} of a region was changed in place after the "
-                "region was called with it, so there is nothing left to replay the region from.\n"
-                "Likely cause: an in-place op (`x += …`, `relu_`, `inplace=True`) on the argument, "
-                "inside the region or between its call and backward.\n"
-                "Try: the out-of-place form of that op, or pass `x.clone()`."
-            )
-        if not self._packed:
-            return self._args, self._kwargs
-        return _unpack(self._args), _unpack(self._kwargs)
-
-    def _look_for_change(self) -> None:
-        """Note [A changed argument cannot be replayed]."""
-        for i, tensor in enumerate(self._tensors):
-            if tensor._version != self._versions[i]:
-                self._changed = i
-
 
 class _Packed:
     """A tensor argument in the keeping of somebody's saved-tensor hooks."""
 
-    __slots__ = ("_held", "_hook")
+    __slots__ = ("_held", "_unpack")
 
     def __init__(self, tensor: Tensor, hooks: _Hooks) -> None:
-        self._hook = hooks[1]
+        self._unpack = hooks[1]
         with torch.no_grad():
             self._held = hooks[0](tensor)
 
     def get(self) -> Tensor:
-        return self._hook(self._held)
+        return self._unpack(self._held)
 
 
-def _unpack(value: Any) -> Any:
-    kind = type(value)
-    if kind is _Packed:
-        return value.get()
-    if kind is tuple or kind is list:
-        return kind([_unpack(item) for item in value])
-    if kind is dict:
-        return {key: _unpack(item) for key, item in value.items()}
-    return value
+PACKING = _Packed.__init__.__code__
+"""The code that saves the arguments of a nested region: what it saves is surely written."""
+
+
+class _Container:
+    """A container taken apart, and how to put it together again."""
+
+    __slots__ = ("items", "rebuild")
+
+    def __init__(self, rebuild: Callable[[list[Any]], Any], items: list[Any]) -> None:
+        self.rebuild = rebuild
+        self.items = items
+
+
+def _rebuild(unflatten: Callable[[Any, Any], Any], context: Any, items: list[Any]) -> Any:
+    return unflatten(items, context)
+
+
+class _Fresh:
+    """Puts held arguments together for a replay; what was one object in the call is one again."""
+
+    def __init__(self, wanted: Iterator[bool]) -> None:
+        self._wanted = wanted
+        self._done: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if id(value) not in self._done:
+            self._done[id(value)] = self._make(value, kind)
+        return self._done[id(value)]
+
+    def _make(self, value: Any, kind: type) -> Any:
+        if kind is tuple or kind is list:
+            return kind([self.of(item) for item in value])
+        if kind is dict:
+            return {key: self.of(item) for key, item in value.items()}
+        if kind is _Container:
+            return value.rebuild([self.of(item) for item in value.items])
+        if kind is _Packed:
+            return value.get().detach().requires_grad_(next(self._wanted))
+        if isinstance(value, Tensor) and value.requires_grad != next(self._wanted):
+            return value.detach().requires_grad_(not value.requires_grad)
+        return value

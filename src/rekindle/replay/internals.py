@@ -4,10 +4,13 @@ Each is used as it is, tried on torch 2.11 and 2.13. Names are bound once, becau
 them on its hot path.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 _autograd = torch._C._autograd
 
@@ -47,6 +50,54 @@ cuda_in_use: Callable[[], bool] = torch.cuda.is_initialized
 
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 """How many torch-function modes are entered (a `torch.device` context is one)."""
+
+
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are entered. No public form."""
+
+torch_function_on: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""Whether `__torch_function__` of tensor subclasses is looked at. No public form."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A tensor's version counter; inference tensors have none, and never change under autograd."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Runs ops of our own past any dispatch mode: nobody is to count or record them."""
+    if dispatch_modes():
+        return _disable_current_modes()
+    return nullcontext()
+
+
+def torch_function_enabled() -> AbstractContextManager[Any]:
+    """`__torch_function__` on again: `backward` of a subclass turns it off. No public form."""
+    return torch._C._EnableTorchFunction()
+
+
+def outside_func_transforms() -> AbstractContextManager[Any]:
+    """Leaves all `torch.func` transforms for a while. No public form."""
+    return temporarily_clear_interpreter_stack()
+
+
+def old_vmap_level() -> int:
+    """How deep in the vmap that `grad(is_grads_batched=True)` uses. No public form."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return level
+
+
+@contextmanager
+def outside_old_vmap(level: int) -> Iterator[None]:
+    """Leaves that vmap for a while. No public form."""
+    for _ in range(level):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(level):
+            torch._C._vmapmode_increment_nesting()
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:

@@ -18,30 +18,36 @@ if TYPE_CHECKING:
     from rekindle.replay.frame import Frame, Slot
 
 
-def different(frame: "Frame", position: int, again: "Collected") -> CheckpointError:
-    """The replay saved something else in this place than the forward, or more than it."""
+def different(
+    frame: "Frame", position: int, seen: Tensor | None, again: "Collected"
+) -> CheckpointError:
+    """The replay went another way by `position`, where it saved `seen`.
+
+    `again` is one more replay, which took down where it was.
+    """
     where = again.where or []
-    now = sites.look_up(where[position]) if position < len(where) else None
-    if position == len(frame.slots):
+    parted = (i for i, (a, b) in enumerate(zip(frame.sites, where, strict=False)) if a[:2] != b[:2])
+    first = min(position, next(parted, position))
+    now = sites.look_up(where[first]) if first < len(where) else None
+    if first == len(frame.slots):
         return _error(
             frame,
-            f"the forward saved {position} activations, the replay more.",
+            f"the forward saved {first} activations, the replay more.",
             f"The first one too many is saved by\n    {now and now.op}\n    {now}",
             _BRANCH,
         )
-    then, slot = sites.look_up(frame.sites[position]), frame.slots[position]()
-    assert slot is not None, "only living slots are compared"
-    found = again.tensors[position] if now is not None else None
+    then, slot = sites.look_up(frame.sites[first]), frame.slots[first]()
+    found = again.tensors[first] if now is not None and first != position else seen
     return _error(
         frame,
-        f"activation {position + 1} of {len(frame.slots)} is not what it was.",
+        f"activation {first + 1} of {len(frame.slots)} is not what it was.",
         _side_by_side(
             (
                 "saved",
-                _meta(slot),
-                "nothing, when replayed once more" if found is None else describe(found),
+                "" if slot is None else _meta(slot),
+                "" if found is None else describe(found),
             ),
-            ("by", then.op, now.op if now else ""),
+            ("by", then.op, now.op if now else "(gone when replayed once more)"),
             ("at", str(then), str(now) if now else ""),
             ("", then.source, now.source if now else ""),
         ),
@@ -76,17 +82,30 @@ def drifted(frame: "Frame", drifts: "list[Drift]") -> CheckpointError:
     )
 
 
-def changed_in_place(frame: "Frame", position: int, x: Tensor, version: int) -> CheckpointError:
-    """An op of the region wrote to a tensor that another op had saved for its backward."""
+def changed_in_place(frame: "Frame", position: int, expected: int, version: int) -> CheckpointError:
+    """Somebody wrote to a tensor that an op of the region had saved for its backward."""
     then = sites.look_up(frame.sites[position])
     return _error(
         frame,
         "a tensor needed for backward was modified by an inplace operation.",
-        f"{describe(x)} saved by\n    {then.op}\n    {then}\n"
-        f"is at version {x._version}; expected version {version}.",
-        "an in-place op on a tensor that an earlier op of the region saved; plain autograd refuses "
-        "it too",
-        "the out-of-place form of that op.",
+        f"What was saved by\n    {then.op}\n    {then}\n"
+        f"is at version {version}; expected version {expected}.",
+        "an in-place op, inside the region or between its forward and backward, on a tensor that "
+        "an op of the region saved: an activation, or a parameter that an optimizer stepped. Plain "
+        "autograd refuses it too",
+        "the out-of-place form of that op, or backward before the step.",
+    )
+
+
+def argument_changed(frame: "Frame", argument: int) -> CheckpointError:
+    """The region has lost what a replay would start from."""
+    return _error(
+        frame,
+        f"its tensor argument {argument + 1} was changed in place after the call.",
+        "There is nothing left to replay the region from.",
+        "an in-place op (`x += …`, `relu_`, `inplace=True`) on the argument, inside the region or "
+        "between its call and backward",
+        "the out-of-place form of that op, or pass `x.clone()`.",
     )
 
 
@@ -112,20 +131,18 @@ def _error(
 
 
 def _cause_of_difference(
-    slot: "Slot", found: Tensor | None, then: sites.Site, now: sites.Site | None
+    slot: "Slot | None", found: Tensor | None, then: sites.Site, now: sites.Site | None
 ) -> str:
-    if found is None or then != now:
+    if slot is None or found is None or then != now:
         return _BRANCH
     if slot.meta[2] != found.device:
         return "a device that the region takes from outside: a global, a module that was moved"
     if slot.meta[1] != found.dtype:
-        return (
-            "a dtype from outside: autocast switched inside the region by a global, a module cast"
-        )
+        return "a dtype from outside: a module that was cast, autocast that a global switches"
     return (
         "a shape that depends on data (routing, masks, `nonzero`), and the data came out otherwise "
-        "(a nondeterministic op, a random generator of your own), or a parameter or buffer resized "
-        "since"
+        "(a nondeterministic op, a random generator of your own); or a parameter or buffer resized "
+        "since; or `requires_grad` of one changed, so that the op saves other tensors"
     )
 
 
@@ -134,7 +151,17 @@ def _meta(slot: "Slot") -> str:
     return meta(dtype, shape, device)
 
 
+_WIDE = 64
+"""How wide a column gets before it is cut."""
+
+
 def _side_by_side(*rows: tuple[str, str, str]) -> str:
-    table = [("", "forward", "replay"), *rows]
+    table = [("", "forward", "replay"), *((a, _cut(b), _cut(c)) for a, b, c in rows)]
     label, left = (max(len(row[i]) for row in table) for i in (0, 1))
     return "\n".join(f"    {a.ljust(label)}  {b.ljust(left)}   {c}".rstrip() for a, b, c in table)
+
+
+def _cut(text: str) -> str:
+    """Long text without its middle."""
+    half = _WIDE // 2
+    return text if len(text) <= _WIDE else f"{text[: half - 1]}…{text[-half:]}"

@@ -2,157 +2,170 @@
 
 Note [Buffers are replayed from what they were]. A module that changes a buffer (BatchNorm's running
 statistics, a power iteration, an expert-load counter) would change it a second time in replay, and
-would replay from the changed value. So a replay runs on stand-ins: for each module that changed a
-buffer in forward, copies of its buffers as they were before, swapped in for the replay and thrown
-away after. Which modules change theirs is learnt: a module that was never seen before is copied in
-its first forward; after that only if it did change something. Kernels of the batch-norm family
-write running statistics without telling the version counter, so those modules always count as
-changing while they train. Buffers above `_LARGE` bytes (masks, rotary tables) are copied only once
-they have been seen to change.
+would replay from the changed value. So a replay runs on stand-ins: copies of the buffers as they
+were before the forward, swapped in for the replay and thrown away after. Small buffers are always
+copied, because nothing tells whether they change: kernels of the batch-norm family write to them
+behind the back of the version counter, and so does code that goes through `.data`. Large ones are
+copied when a module is seen for the first time in this mode (training or not), and from then on
+only if one of its buffers did change. One that changes for the first time later is replayed from
+its new value, with a warning.
+
+Note [Parameters that were lent]. `torch.func.functional_call` puts tensors in the place of a
+module's parameters for the time of a call, and the replay comes after it. A plain tensor in such a
+place is an argument of the region like any other: it is held, and put there again.
 """
 
-import functools
-import types
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
-_LARGE = 1 << 20
-_CLOSURE_DEPTH = 3
-_LONG = 256  # a longer list in a closure is data, not layers
-_MANY = 10_000
+from rekindle.replay.internals import version_of, without_modes
 
-_changes: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Modules with buffers that ran in a region before: did they ever change one?"""
+_SMALL = 1 << 16
+
+_Buffers: TypeAlias = dict[str, Tensor | None]
+_changes: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
+"""Modules with large buffers that ran in a region before: by mode, did they ever change one?"""
 
 
 class ModuleState:
-    """Modes and buffers of the modules under a region, as its forward found them."""
+    """Modes, buffers and lent parameters of a region's modules, as its forward found them."""
 
-    __slots__ = ("_before", "_modules", "_training", "_watched")
+    __slots__ = ("_before", "_lent", "_modules", "_training", "_watched")
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules
         self._training = [module.training for module in modules]
-        self._before: dict[nn.Module, dict[str, Tensor | None]] = {}
+        self._before: list[_Watched] = []
         self._watched = [_Watched(module) for module in modules if module._buffers]
-        for watched in self._watched:
-            if watched.known is not False:
-                self._before[watched.module] = watched.copies()
+        self._lent = [
+            (module, dict(module._parameters))
+            for module in modules
+            if Tensor in map(type, module._parameters.values())
+        ]
 
     def close(self) -> None:
-        """The forward has ended: keep copies where a module changed a buffer, drop the rest."""
-        for watched in self._watched:
-            module = watched.module
-            if watched.changed():
-                _changes[module] = True
-                self._before.setdefault(module, watched.buffers)
-            else:
-                if watched.known is None:
-                    _changes[module] = False
-                self._before.pop(module, None)
-        self._watched.clear()
+        """The forward has ended: keep what a replay is to start from, drop the rest."""
+        self._before = [watched for watched in self._watched if watched.may_have_changed()]
+        known = {watched.module for watched in self._watched}
+        for module in self._modules:
+            if module._buffers and module not in known:  # its first buffer was made just now
+                self._before.append(_Watched(module, {}))
+        self._watched = []
 
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Modes and changed buffers as the forward found them; after, as they are now."""
-        modes = [module.training for module in self._modules]
-        buffers = [(module, dict(module._buffers)) for module in self._before]
-        try:
-            if modes != self._training:
-                _set_modes(self._modules, self._training)
-            for module, before in self._before.items():
-                for name, buffer in before.items():
-                    module._buffers[name] = None if buffer is None else buffer.detach().clone()
-            yield
-        finally:
-            if modes != self._training:
-                _set_modes(self._modules, modes)
-            for module, now in buffers:
-                module._buffers.update(now)
+    def has_stand_ins(self) -> bool:
+        """Whether a replay runs on copies of buffers."""
+        return bool(self._before)
 
     def is_as_before(self) -> bool:
         """Whether a replay finds everything as the forward did."""
-        return not self._before and self._training == [m.training for m in self._modules]
+        return not (self._before or self._lent) and self._training == [
+            module.training for module in self._modules
+        ]
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Everything as the forward found it; after, as it is now."""
+        modes = [module.training for module in self._modules]
+        buffers = [(watched.module, dict(watched.module._buffers)) for watched in self._before]
+        parameters = [(module, dict(module._parameters)) for module, _ in self._lent]
+        copies: dict[int, Tensor] = {}  # modules may share a buffer
+        try:
+            _set_modes(self._modules, self._training)
+            for watched in self._before:
+                _replace(watched.module._buffers, watched.stand_ins(copies))
+            for module, lent in self._lent:
+                _replace(module._parameters, lent)
+            yield
+        finally:
+            _set_modes(self._modules, modes)
+            for module, now in buffers:
+                _replace(module._buffers, now)
+            for module, own in parameters:
+                _replace(module._parameters, own)
 
 
 def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
     for module, training in zip(modules, modes, strict=True):
-        module.training = training
+        if module.training is not training:
+            module.training = training
+
+
+def _replace(old: dict[str, Any], new: dict[str, Any]) -> None:
+    old.clear()
+    old.update(new)
 
 
 class _Watched:
-    """The buffers of one module before a forward, and whether the forward changed them."""
+    """The buffers of one module before a forward, and copies of those that may change."""
 
-    __slots__ = ("_versions", "buffers", "known", "module")
+    __slots__ = ("_buffers", "_copies", "_mode", "_versions", "module")
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, buffers: _Buffers | None = None) -> None:
         self.module = module
-        self.known = _changes.get(module)
-        self.buffers = dict(module._buffers)
-        self._versions = [b if b is None else b._version for b in self.buffers.values()]
-
-    def copies(self) -> dict[str, Tensor | None]:
-        limit = float("inf") if self.known else _LARGE
-        return {
-            name: b if b is None or b.nbytes > limit else b.detach().clone()
-            for name, b in self.buffers.items()
+        self._mode = module.training
+        self._buffers = dict(module._buffers) if buffers is None else buffers
+        self._versions = [_version(buffer) for buffer in self._buffers.values()]
+        large_too = _changes.get(module, {}).get(self._mode, True)
+        self._copies = {
+            name: copy_of(buffer)
+            for name, buffer in self._buffers.items()
+            if buffer is not None and not is_lazy(buffer) and (large_too or not _is_large(buffer))
         }
 
-    def changed(self) -> bool:
-        module, now = self.module, self.module._buffers
-        if isinstance(module, _NormBase) and module.training and module.running_mean is not None:
-            return True
+    def may_have_changed(self) -> bool:
+        """Whether the forward may have changed a buffer; called once, when it has ended."""
+        changed = self._looks_changed()
+        large = [_is_large(buffer) for buffer in self._buffers.values()]
+        if any(large):
+            seen = _changes.setdefault(self.module, {})
+            if changed and not seen.get(self._mode, True):
+                warnings.warn(
+                    f"A large buffer of {type(self.module).__name__} changed in a region for the "
+                    "first time in a while: this once, the region is replayed from its new value.",
+                    stacklevel=2,
+                )
+            seen[self._mode] = seen.get(self._mode, False) or changed
+        return changed or not all(large)
+
+    def _looks_changed(self) -> bool:
+        now = self.module._buffers
         return (
-            len(now) != len(self.buffers)
-            or any(now.get(name) is not buffer for name, buffer in self.buffers.items())
-            or self._versions != [b if b is None else b._version for b in self.buffers.values()]
+            now.keys() != self._buffers.keys()
+            or any(now[name] is not buffer for name, buffer in self._buffers.items())
+            or self._versions != [_version(buffer) for buffer in self._buffers.values()]
         )
 
+    def stand_ins(self, copies: dict[int, Tensor]) -> _Buffers:
+        """Buffers to replay with: as they were, or as they are now where there is no copy."""
+        return {
+            name: self._stand_in(name, buffer, copies) for name, buffer in self._buffers.items()
+        }
 
-def reached_from(function: Callable[..., Any], args: tuple[Any, ...]) -> list[nn.Module]:
-    """Every module that a call of `function` can be seen to reach.
-
-    Seen are: the function if it is a module, the object of a bound method, what a partial or a
-    closure carries, and modules among the arguments; and all modules below them.
-    """
-    roots: list[nn.Module] = []
-    if isinstance(function, nn.Module):
-        roots.append(function)
-    else:
-        _collect(function, roots, _CLOSURE_DEPTH)
-    roots += [arg for arg in args if isinstance(arg, nn.Module)]
-    if not roots:
-        return roots
-    for module in roots:  # grows while it is walked
-        children = module._modules
-        if children:
-            roots.extend([child for child in children.values() if child is not None])
-            if len(roots) > _MANY:  # also what a module that holds itself comes to
-                return list({child: None for root in roots for child in root.modules()})
-    return roots
+    def _stand_in(
+        self, name: str, buffer: Tensor | None, copies: dict[int, Tensor]
+    ) -> Tensor | None:
+        if buffer is None:
+            return None
+        if id(buffer) not in copies:
+            copies[id(buffer)] = copy_of(self._copies.get(name, buffer))
+        return copies[id(buffer)]
 
 
-def _collect(value: Any, roots: list[nn.Module], depth: int) -> None:
-    if isinstance(value, nn.Module):
-        roots.append(value)
-    elif depth == 0:
-        return
-    elif isinstance(value, functools.partial):
-        for part in (value.func, *value.args, *value.keywords.values()):
-            _collect(part, roots, depth - 1)
-    elif isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            try:
-                _collect(cell.cell_contents, roots, depth - 1)
-            except ValueError:  # a variable that is not assigned yet
-                continue
-    elif isinstance(value, list | tuple) and len(value) <= _LONG:
-        for part in value:
-            _collect(part, roots, depth - 1)
-    elif (owner := getattr(value, "__self__", None)) is not None:
-        _collect(owner, roots, depth - 1)
+def _version(buffer: Tensor | None) -> int:
+    return -1 if buffer is None or is_lazy(buffer) else version_of(buffer)
+
+
+def _is_large(buffer: Tensor | None) -> bool:
+    return buffer is not None and not is_lazy(buffer) and buffer.nbytes > _SMALL
+
+
+def copy_of(buffer: Tensor) -> Tensor:
+    """A copy with no graph behind it, that wants a gradient if the original does."""
+    with without_modes():
+        return buffer.detach().clone().requires_grad_(buffer.requires_grad)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from rekindle import observation
 from rekindle.replay import ambient, rng
-from rekindle.replay.internals import runs_whole_graph
-from rekindle.replay.modules import ModuleState, reached_from
+from rekindle.replay.internals import cuda_in_use, runs_whole_graph
+from rekindle.replay.modules import ModuleState
+from rekindle.replay.reach import reached_from
 from rekindle.replay.switches import recomputing
 
 
@@ -53,19 +54,20 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.positions = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         ctx.save_for_backward(*tensors)
         ctx.ambient = ambient.take()
-        ctx.modules = ModuleState(reached_from(run_function, args))
-        ctx.rng = (
-            rng.take({t.device for t in tensors if not t.is_cpu}) if preserve_rng_state else None
-        )
-        ctx.watch = observation.Watch(run_function) if _observed() else None
-        if ctx.watch is not None:
-            ctx.watch.ran(tensors)
+        ctx.modules = ModuleState(reached_from(run_function, args, {}))
+        ctx.had_cuda = cuda_in_use()
+        ctx.rng = None
+        if preserve_rng_state:
+            own = [arg for arg in args if isinstance(arg, torch.Generator)]
+            ctx.rng = rng.take({t.device for t in tensors if not t.is_cpu}, own)
+        if observation.active and not recomputing.get():
+            observation.Watch(run_function).ran(tensors)
         try:
             with torch.no_grad():
                 return run_function(*args)
         finally:
             ctx.modules.close()
-            if ctx.rng is not None:
+            if ctx.rng is not None and not ctx.had_cuda and cuda_in_use():
                 ctx.rng = rng.with_first_use(ctx.rng)
 
     @staticmethod
@@ -94,22 +96,17 @@ class CheckpointFunction(torch.autograd.Function):
         return None, None, *(v.grad if isinstance(v, Tensor) else None for v in inputs)
 
 
-def _observed() -> bool:
-    return bool(observation.active) and not recomputing.get()
-
-
 def _run_again(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     token = recomputing.set(True)
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             if ctx.rng is not None:
-                stack.callback(ctx.rng.now().restore)
-                ctx.rng.restore()
+                stack.callback(rng.restore, rng.swap(ctx.rng))
             stack.enter_context(ctx.modules.as_before())
             stack.enter_context(ambient.entered(ctx.ambient))
-            if ctx.watch is not None:
-                stack.enter_context(ctx.watch.replay())
+            if observation.active:
+                stack.enter_context(observation.Watch(ctx.run_function).replay())
             outputs = ctx.run_function(*inputs)
     finally:
         recomputing.reset(token)

@@ -1,0 +1,487 @@
+"""What a region holds, and that nothing outlives its use, all without the garbage collector."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import rekindle
+from rekindle.replay.frame import Frame, Slot
+from tests.toys import Mlp
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collector() -> Iterator[None]:
+    """And what lived before a test is no concern of it."""
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def count(kind: type) -> int:
+    return sum(type(thing) is kind for thing in gc.get_objects())
+
+
+class Storages(TorchDispatchMode):
+    """Every storage that an op made while this was entered, by a weak reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for storage in _storages(out):
+            if storage._cdata not in given:
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+    def alive(self) -> list[int]:
+        """Bytes of each storage that still lives."""
+        return sorted(size for weak, size in self._made.values() if not weak.expired())
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def five(x: Tensor) -> Tensor:
+    """Five ops; autograd holds `x` and two activations of its size, exp's and tanh's results."""
+    return x.sin().exp().cos().tanh().sin()
+
+
+def wide(x: Tensor) -> Tensor:
+    """Its activations are twice as large as its input and output."""
+    return torch.cat([x, x]).sin().exp()[: x.numel()].cos()
+
+
+# After forward
+
+
+def test_after_forward_a_region_holds_its_input_and_no_activation() -> None:
+    x = leaf(8)
+    with Storages() as storages:
+        hidden = x * 2  # 32 bytes
+        out = rekindle.checkpoint(wide, hidden)
+        del hidden
+        assert storages.alive() == [32, 32]  # the input, and the output that we hold
+    assert out.shape == (8,)
+
+
+def test_after_forward_a_chain_of_regions_holds_one_input_each() -> None:
+    x = leaf(8)
+    with Storages() as storages:
+        out = x * 2
+        for _ in range(4):
+            out = rekindle.checkpoint(wide, out)
+        assert storages.alive() == [32] * 5
+        del out
+        assert storages.alive() == []
+
+
+def test_after_forward_nested_regions_hold_the_outermost_input_alone() -> None:
+    x = leaf(8)
+
+    def outer(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = rekindle.checkpoint(five, x)
+        return x
+
+    with Storages() as storages:
+        out = rekindle.checkpoint(outer, x * 2)
+        assert storages.alive() == [32, 32]
+    assert out.shape == (8,)
+
+
+def test_an_output_that_nobody_keeps_is_let_go_after_forward() -> None:
+    x = leaf(8)
+    with Storages() as storages:
+        out = rekindle.checkpoint(lambda x: (five(x), wide(x)), x * 2)[0]
+        assert storages.alive() == [32, 32]
+    assert out.shape == (8,)
+
+
+def test_a_region_whose_output_is_reduced_holds_its_input_alone() -> None:
+    x = leaf(8)
+    with Storages() as storages:
+        loss = rekindle.checkpoint(five, x * 2).sum()
+        assert storages.alive() == [4, 32]
+    assert loss.shape == ()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_region_without_gradients_holds_nothing(mode: Callable[[], Any]) -> None:
+    x = leaf(8)
+    with mode(), Storages() as storages:
+        out = rekindle.checkpoint(five, x * 2)
+        assert storages.alive() == [32]  # what we hold ourselves
+        assert count(Frame) == 0
+    assert out.shape == (8,)
+
+
+def test_a_region_that_saves_nothing_holds_nothing() -> None:
+    x = leaf(8)
+    with Storages() as storages:
+        out = rekindle.checkpoint(lambda x: x + 1, x * 2)
+        assert storages.alive() == [32]
+        assert count(Frame) == 0
+    assert out.shape == (8,)
+
+
+def test_parameters_are_never_stored() -> None:
+    """Field note 31: a replay finds parameters where they are, and holds none after it."""
+    model, x = Mlp(), leaf(2, 8)
+    loss = rekindle.checkpoint(model, x).sum()
+    weights = [weakref.ref(p) for p in model.parameters()]
+    storages = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
+    loss.backward()
+    del model, loss
+    assert [w() for w in weights] == [None] * 4
+    assert all(s.expired() for s in storages)
+
+
+# After backward
+
+
+def test_after_backward_nothing_is_left() -> None:
+    x = leaf(8)
+    with Storages() as storages:
+        out = rekindle.checkpoint(five, x * 2)
+        loss = out.sum()
+        loss.backward()
+        del out
+        assert storages.alive() == [4, 32]  # the loss, and x.grad
+    assert (count(Frame), count(Slot)) == (0, 0)
+
+
+def test_after_backward_with_retain_graph_nothing_replayed_is_left() -> None:
+    x = leaf(8)
+    with Storages() as storages:
+        loss = rekindle.checkpoint(five, x * 2).sum()
+        loss.backward(retain_graph=True)
+        assert storages.alive() == [4, 32, 32]  # the loss, x.grad, and the region's input
+        loss.backward(retain_graph=True)
+        assert storages.alive() == [4, 32, 32]
+
+
+def test_after_double_backward_nothing_is_left() -> None:
+    x = leaf(8)
+    with Storages() as storages:
+        loss = rekindle.checkpoint(five, x * 2).sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), x)
+        del loss, grad
+        assert storages.alive() == [32]
+    assert (count(Frame), count(Slot)) == (0, 0)
+    assert second.shape == (8,)
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_after_backward_for_chosen_inputs_nothing_replayed_is_left(retain_graph: bool) -> None:
+    """The second branch is not run by this backward; what was replayed for it is let go."""
+    x, y = leaf(8), leaf(8)
+    with Storages() as storages:
+        loss = rekindle.checkpoint(lambda x, y: five(x) * five(y), x * 2, y * 2).sum()
+        loss.backward(inputs=[x], retain_graph=retain_graph)
+        assert storages.alive() == [4, 32, 32, 32]  # the loss, x.grad, and the two inputs
+
+
+def test_after_autograd_grad_of_some_inputs_nothing_replayed_is_left() -> None:
+    x, y = leaf(8), leaf(8)
+    with Storages() as storages:
+        loss = rekindle.checkpoint(lambda x, y: five(x) * five(y), x * 2, y * 2).sum()
+        (grad,) = torch.autograd.grad(loss, [y], retain_graph=True)
+        del grad
+        assert storages.alive() == [4, 32, 32]
+
+
+def test_after_backward_of_one_of_two_outputs_nothing_replayed_is_left() -> None:
+    x, y = leaf(8), leaf(8)
+    with Storages() as storages:
+        a, b = rekindle.checkpoint(lambda x, y: (five(x), five(y)), x * 2, y * 2)
+        a.sum().backward()
+        del a
+        assert storages.alive() == [32, 32, 32, 32]  # b, x.grad, and the two inputs
+    assert b.shape == (8,)
+
+
+def test_after_reading_a_saved_tensor_nothing_replayed_is_left() -> None:
+    x = leaf(8)
+    with Storages() as storages:
+        out = rekindle.checkpoint(five, x * 2)
+        read = out.grad_fn._saved_self
+        del read
+        assert storages.alive() == [32, 32]
+
+
+def test_an_activation_is_freed_as_soon_as_its_node_has_run() -> None:
+    """In the middle of a backward as much is alive as in the middle of a plain one."""
+
+    def alive_after_its_last_ops(run: Callable[..., Tensor]) -> list[int]:
+        x, alive = leaf(8), []
+        with Storages() as storages:
+
+            def region(x: Tensor) -> Tensor:
+                x = five(x)
+                x.register_hook(lambda grad: alive.extend(storages.alive()))
+                return five(x)
+
+            run(region, x * 2).sum().backward()
+        return alive
+
+    assert alive_after_its_last_ops(rekindle.checkpoint) == alive_after_its_last_ops(
+        lambda region, x: region(x)
+    )
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize(
+    "region",
+    [
+        five,
+        lambda x: nn.functional.dropout(five(x), 0.5),
+        lambda x: nn.functional.rrelu(five(x), training=True),
+        lambda x: five(x) * 2 + 1,
+    ],
+    ids=["five", "dropout last", "rrelu last", "unsaved last"],
+)
+def test_steps_leave_nothing_behind_wherever_their_replays_end(
+    region: Callable[[Tensor], Tensor], early_stop: bool
+) -> None:
+    """A leak here is for good: the collector does not see through autograd's nodes."""
+    x = leaf(8)
+    with Storages() as storages:
+        for _ in range(3):
+            rekindle.checkpoint(region, x * 2, early_stop=early_stop).sum().backward()
+        x.grad = None
+        assert storages.alive() == []
+
+
+@pytest.mark.parametrize("option", [{"debug": True}, {"determinism_check": "values"}])
+def test_steps_with_checks_leave_nothing_behind(option: dict[str, Any]) -> None:
+    x = leaf(8)
+    with Storages() as storages:
+        rekindle.checkpoint(five, x * 2, **option).sum().backward()
+        x.grad = None
+        assert storages.alive() == []
+    assert (count(Frame), count(Slot)) == (0, 0)
+
+
+# When things die early
+
+
+def test_outputs_that_die_without_backward_free_everything() -> None:
+    """Field note 29: no reference cycle keeps activations alive once outputs die."""
+    x = leaf(8)
+    with Storages() as storages:
+        out = rekindle.checkpoint(five, x * 2)
+        del out
+        assert storages.alive() == []
+    assert (count(Frame), count(Slot)) == (0, 0)
+
+
+def test_nested_outputs_that_die_without_backward_free_everything() -> None:
+    """Field note 29, nested."""
+    x = leaf(8)
+    with Storages() as storages:
+        out = rekindle.checkpoint(lambda x: rekindle.checkpoint(five, five(x)), x * 2)
+        del out
+        assert storages.alive() == []
+    assert (count(Frame), count(Slot)) == (0, 0)
+
+
+def test_outputs_that_die_after_an_argument_was_changed_inside_free_everything() -> None:
+    """The argument becomes part of the region's own graph: to hold it would be a cycle."""
+    x = leaf(8)
+    with Storages() as storages:
+        out = rekindle.checkpoint(lambda h: five(h.mul_(3)), x * 2)
+        del out
+        assert storages.alive() == []
+    assert (count(Frame), count(Slot)) == (0, 0)
+
+
+@pytest.mark.parametrize("container", [lambda h: [h], lambda h: {"h": h}])
+def test_outputs_put_into_an_argument_free_everything(container: Callable[[Tensor], Any]) -> None:
+    """A region that writes its output into a list or dict it was given makes no cycle."""
+    x = leaf(8)
+
+    def region(tensors: Any) -> Tensor:
+        key = 0 if isinstance(tensors, list) else "h"
+        tensors[key] = five(tensors[key])
+        return tensors[key]
+
+    with Storages() as storages:
+        argument = container(x * 2)
+        out = rekindle.checkpoint(region, argument)
+        del out, argument
+        assert storages.alive() == []
+    assert (count(Frame), count(Slot)) == (0, 0)
+
+
+def test_reading_a_batch_norm_in_a_region_leaves_no_copies_behind() -> None:
+    norm, x = nn.BatchNorm1d(4), leaf(3, 4)
+    out = rekindle.checkpoint(lambda x: norm(x).sin(), x)
+    with Storages() as storages:
+        out.sum().backward()
+        for thing in (x, *norm.parameters()):
+            thing.grad = None
+        del out
+        assert storages.alive() == []
+    assert (count(Frame), count(Slot)) == (0, 0)
+
+
+# After exceptions
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """The name of the error that a call ends in; the error itself dies here."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001
+        return type(error).__name__
+    return "none"
+
+
+def test_an_exception_in_forward_leaves_nothing() -> None:
+    x = leaf(8)
+
+    def region(x: Tensor) -> Tensor:
+        five(x)
+        raise ValueError("forward")
+
+    with Storages() as storages:
+        assert raised(lambda: rekindle.checkpoint(region, x * 2)) == "ValueError"
+        assert storages.alive() == []
+    assert (count(Frame), count(Slot)) == (0, 0)
+
+
+def test_an_exception_in_replay_leaves_nothing_but_the_graph() -> None:
+    x = leaf(8)
+
+    def region(x: Tensor) -> Tensor:
+        x = five(x)
+        if rekindle.is_recomputing():
+            raise ValueError("replay")
+        return five(x)
+
+    with Storages() as storages:
+        loss = rekindle.checkpoint(region, x * 2).sum()
+        assert raised(loss.backward) == "ValueError"
+        assert storages.alive() == [4, 32]
+        del loss
+        assert storages.alive() == []
+    assert (count(Frame), count(Slot)) == (0, 0)
+
+
+@pytest.mark.parametrize("determinism_check", ["default", "values"])
+def test_a_replay_that_does_not_match_leaves_nothing_when_its_outputs_die(
+    determinism_check: Any,
+) -> None:
+    x = leaf(8)
+
+    def region(x: Tensor) -> Tensor:
+        return five(x[:4] if rekindle.is_recomputing() else x)
+
+    with Storages() as storages:
+        loss = rekindle.checkpoint(region, x * 2, determinism_check=determinism_check).sum()
+        assert raised(loss.backward) == "CheckpointError"
+        del loss
+        assert storages.alive() == []
+    assert (count(Frame), count(Slot)) == (0, 0)
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_a_modified_activation_leaves_nothing_but_the_graph(retain_graph: bool) -> None:
+    """Its error is raised from where the activation was to be; the two must not hold each other."""
+    x = leaf(8)
+
+    def region(x: Tensor) -> Tensor:
+        hidden = x.exp()
+        out = hidden.sin()
+        hidden.add_(1)
+        return out.cos().sin()
+
+    loss = rekindle.checkpoint(region, x * 2).sum()
+    assert raised(partial(loss.backward, retain_graph=retain_graph)) == "CheckpointError"
+    del loss
+    assert (count(Frame), count(Slot)) == (0, 0)
+
+
+def test_a_changed_argument_leaves_nothing_but_the_graph() -> None:
+    x = leaf(8)
+    hidden = x * 2
+    loss = rekindle.checkpoint(five, hidden).sum()
+    with torch.no_grad():
+        hidden.add_(1)
+    assert raised(loss.backward) == "CheckpointError"
+    del loss, hidden
+    assert (count(Frame), count(Slot)) == (0, 0)
+
+
+def test_an_exception_elsewhere_in_a_backward_for_chosen_inputs_leaves_nothing_replayed() -> None:
+    x, y = leaf(8), leaf(8)
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("hook")
+
+    with Storages() as storages:
+        hidden = x * 2
+        hidden.register_hook(fail)
+        loss = rekindle.checkpoint(lambda x, y: five(x) * five(y), hidden, y * 2).sum()
+        del hidden
+        assert raised(partial(loss.backward, inputs=[x], retain_graph=True)) == "ValueError"
+        assert storages.alive() == [4, 32, 32]  # the loss, and the two inputs
+
+
+def test_early_stop_leaves_no_traceback_behind() -> None:
+    x, locals_of_region = leaf(8), []
+
+    class Local:
+        pass
+
+    def region(x: Tensor) -> Tensor:
+        local = Local()
+        locals_of_region.append(weakref.ref(local))
+        return five(x)
+
+    loss = rekindle.checkpoint(region, x).sum()
+    loss.backward(retain_graph=True)
+    assert [local() for local in locals_of_region] == [None, None]
+
+
+def test_the_function_and_what_it_holds_die_with_the_outputs() -> None:
+    class Owner:
+        def __call__(self, x: Tensor) -> Tensor:
+            return five(x)
+
+    owner = Owner()
+    alive = weakref.ref(owner)
+    out = rekindle.checkpoint(owner, leaf(8))
+    del owner
+    assert alive() is not None
+    del out
+    assert alive() is None
+
+
+def test_a_module_run_in_a_region_dies_with_its_last_user() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    alive = weakref.ref(model[1])
+    rekindle.checkpoint(model, leaf(3, 4)).sum().backward()
+    del model
+    assert alive() is None

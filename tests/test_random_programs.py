@@ -1,0 +1,165 @@
+"""Random programs end a step as they do without rekindle, bit for bit.
+
+`pytest tests/test_random_programs.py --programs 5000` draws as many as wanted, new ones each time.
+"""
+
+import functools
+import gc
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+from weakref import WeakSet
+
+import pytest
+import torch
+import torch._dynamo  # when torch imports it later, its traceback keeps whoever set that off alive
+from hypothesis import HealthCheck, Phase, assume, find, given, note, settings
+
+import rekindle
+from rekindle.replay.frame import Frame
+from tests.programs import (
+    MODES,
+    Block,
+    Mode,
+    Op,
+    Program,
+    Region,
+    Write,
+    differences,
+    programs,
+    run,
+)
+
+QUICK = 300
+
+
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> WeakSet[Frame]:
+    """The frames that are alive."""
+    alive: WeakSet[Frame] = WeakSet()
+
+    class Noted(Frame):
+        def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+            frame = super().__new__(cls)
+            alive.add(frame)
+            return frame
+
+    monkeypatch.setattr(sys.modules["rekindle.checkpoint"], "Frame", Noted)
+    return alive
+
+
+def _options(wanted: int | None) -> settings:
+    return settings(
+        max_examples=wanted or QUICK,
+        derandomize=wanted is None,
+        deadline=None,
+        database=None,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def _plain(program: Program, device: str, modes: Mapping[str, Mode]) -> dict[str, Any]:
+    """The plain run. A program that plain autograd refuses is not looked at."""
+    refused = False
+    try:
+        return run(program, plain=True, device=device, modes=modes)
+    except (RuntimeError, NotImplementedError):
+        refused = True
+    assume(not refused)
+    raise AssertionError
+
+
+def _check(program: Program, frames: WeakSet[Frame], device: str) -> None:
+    note(str(program))
+    expected = _plain(program, device, MODES)
+    frames.clear()
+    gc.disable()
+    try:
+        found = run(program, plain=False, device=device)
+        left = len(frames)
+    finally:
+        gc.enable()
+    assert not differences(expected, found), "\n".join(differences(expected, found))
+    assert left == 0, f"{left} regions are held by a reference cycle"
+
+
+def _check_many(request: pytest.FixtureRequest, frames: WeakSet[Frame], device: str) -> None:
+    wanted = request.config.getoption("--programs")
+    ran = 0
+
+    @_options(wanted)
+    @given(programs())
+    def check(program: Program) -> None:
+        nonlocal ran
+        _check(program, frames, device)
+        ran += 1
+
+    check()
+    if wanted is not None:
+        reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.write_line(f"\n{ran} random programs ran alike on {device}")
+
+
+def test_random_programs_end_a_step_as_the_plain_run_does(
+    request: pytest.FixtureRequest, frames: WeakSet[Frame]
+) -> None:
+    _check_many(request, frames, "cpu")
+
+
+def test_a_mode_that_draws_other_random_numbers_is_found() -> None:
+    modes = {"careless": Mode(functools.partial(rekindle.checkpoint, preserve_rng_state=False))}
+
+    def differs(program: Program) -> bool:
+        expected = _plain(program, "cpu", modes)
+        return bool(differences(expected, run(program, plain=False, modes=modes)))
+
+    options = settings(_options(None), max_examples=500, phases=[Phase.generate])
+    assert "careless" in str(find(programs(modes), differs, settings=options))
+
+
+def test_a_program_prints_as_text() -> None:
+    region = Region(
+        name="region1",
+        mode="values",
+        form="closure",
+        calling="keywords",
+        giving="tuple",
+        arguments=("x",),
+        captured=("y",),
+        generator=False,
+        body=(Block("no_grad()", (Op("v1", "mul", ("x", "y"), 1),)), Write("add_", ("v1",), 2)),
+        results=("v1", "x"),
+        outs=("v2", "v3"),
+    )
+    program = Program(("x", "y"), (region,), ("v2",), ("v3",), "nothing", "backward()", True)
+    assert str(program).splitlines() == [
+        "inputs x, y; parameters learn",
+        "def region1(x):  # sees y",
+        "    with no_grad():",
+        "        v1 = mul(x, y, k=1)",
+        "    add_(v1, k=2)",
+        "    return v1, x",
+        "v2, v3 = run(region1, x)  # values; a closure, takes keywords, gives tuple",
+        "outputs v2; not in the loss: v3",
+        "between forward and backward: nothing",
+        "backward: backward()",
+    ]
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ops that have no deterministic kernel raise, and their programs are not looked at."""
+    monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+def test_random_programs_end_a_step_as_the_plain_run_does_on_a_gpu(
+    request: pytest.FixtureRequest, frames: WeakSet[Frame]
+) -> None:
+    _check_many(request, frames, "cuda")
