@@ -5,8 +5,6 @@ import os
 # oneDNN picks bf16 kernels that some CPUs announce and cannot run; see scripts/_env.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -30,6 +28,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fixed_seed() -> Iterator[None]:
+def fixed_seed() -> None:
     torch.manual_seed(0)
-    yield

@@ -398,6 +398,7 @@ def test_a_forward_on_a_side_stream_has_the_plain_step(x: Tensor) -> None:
     assert_same_with(program, [x, *block.parameters()])
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 def test_regions_on_streams_of_their_own_have_the_plain_step(x: Tensor) -> None:
     blocks = [Block(64, drop=0.3).cuda() for _ in range(3)]
     streams = [torch.cuda.Stream() for _ in blocks]

@@ -40,7 +40,9 @@ class Stack(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(dim, drop) for _ in range(depth))
 
-    def forward(self, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor] | None = None
+    ) -> Tensor:
         for block in self.blocks:
             x = block(x) if run is None else run(block, x)
         return x

@@ -13,19 +13,23 @@ import torch
 
 from rekindle.replay.internals import (
     any_autocast,
+    cuda_in_use,
     function_modes,
     torch_function_enabled,
     torch_function_on,
 )
 
 Ambient: TypeAlias = tuple[Any, ...]
-"""Default dtype, the four kinds of attention, whether `__torch_function__` is on, casts and default
-device; equal when a region would run alike. Casts and device are None when there are none."""
+"""Default dtype, the four kinds of attention, whether `__torch_function__` is on, the order in
+which attention kernels are tried, casts and default device; equal when a region would run alike. The
+last three are None when there are none."""
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _flash, _mem_efficient, _math, _cudnn = (
     getattr(torch._C, f"_get_{name}_sdp_enabled") for name in _ATTENTION
 )
+_priority = torch._C._get_sdp_priority_order
+_set_priority = torch._C._set_sdp_priority_order
 _allow = tuple(getattr(torch._C, f"_set_sdp_use_{name}") for name in _ATTENTION)
 _default_dtype = torch.get_default_dtype
 
@@ -39,6 +43,7 @@ def take() -> Ambient:
         _math(),
         _cudnn(),
         torch_function_on(),
+        tuple(_priority()) if cuda_in_use() else None,
         _casts() if any_autocast() else None,
         torch.get_default_device() if function_modes() else None,
     )
@@ -46,7 +51,7 @@ def take() -> Ambient:
 
 def has_autocast(then: Ambient) -> bool:
     """Whether autocast was on for any device type."""
-    return then[6] is not None
+    return then[7] is not None
 
 
 def _casts() -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
@@ -64,7 +69,7 @@ def _casts() -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
 def entered(then: Ambient) -> Iterator[None]:
     """Run as in `then`, and put back what is now, whatever happens."""
     now = take()
-    dtype, *attention, torch_function, casts, device = then
+    dtype, *attention, torch_function, priority, casts, device = then
     with ExitStack() as stack:
         if now[0] != dtype:
             torch.set_default_dtype(dtype)
@@ -75,9 +80,12 @@ def entered(then: Ambient) -> Iterator[None]:
                 stack.callback(allow, after)
         if torch_function and not now[5]:
             stack.enter_context(torch_function_enabled())
-        if now[7] != device:
+        if priority is not None and now[6] != priority:
+            _set_priority(list(priority))
+            stack.callback(_set_priority, list(now[6] or _priority()))
+        if now[8] != device:
             stack.enter_context(device or torch.device("cpu"))
-        for kind, enabled, cast_dtype, cache in casts or _all_off(now[6] or ()):
+        for kind, enabled, cast_dtype, cache in casts or _all_off(now[7] or ()):
             stack.enter_context(
                 torch.autocast(kind, enabled=enabled, dtype=cast_dtype, cache_enabled=cache)
             )

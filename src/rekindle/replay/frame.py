@@ -248,7 +248,9 @@ class Frame:
         needed = len(self.slots)
         while self.slots[needed - 1]() is None:
             needed -= 1
-        hook = collect(found, needed, self.sites, self.options.early_stop)
+        # A backward inside the forward must not run ahead of it.
+        stop = self.options.early_stop or self.running
+        hook = collect(found, needed, self.sites, stop)
         next(hook)
         grad = grad_enabled()
         token = recomputing.set(True)

@@ -47,6 +47,8 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 cuda_in_use: Callable[[], bool] = torch.cuda.is_initialized
+current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+"""The current CUDA device, once CUDA is in use. Public form: `torch.cuda.current_device`."""
 
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 """How many torch-function modes are entered (a `torch.device` context is one)."""
@@ -57,6 +59,11 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 torch_function_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 """Whether `__torch_function__` of tensor subclasses is looked at. No public form."""
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is captured on the current stream: nothing may wait for the device."""
+    return cuda_in_use() and torch.cuda.is_current_stream_capturing()
 
 
 def version_of(tensor: torch.Tensor) -> int:

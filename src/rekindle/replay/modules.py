@@ -3,12 +3,12 @@
 Note [Buffers are replayed from what they were]. A module that changes a buffer (BatchNorm's running
 statistics, a power iteration, an expert-load counter) would change it a second time in replay, and
 would replay from the changed value. So a replay runs on stand-ins: copies of the buffers as they
-were before the forward, swapped in for the replay and thrown away after. Small buffers are always
-copied, because nothing tells whether they change: kernels of the batch-norm family write to them
-behind the back of the version counter, and so does code that goes through `.data`. Large ones are
-copied when a module is seen for the first time in this mode (training or not), and from then on
-only if one of its buffers did change. One that changes for the first time later is replayed from
-its new value, with a warning.
+were before the forward, swapped in for the replay and thrown away after. Version counters do not
+tell all that changes: kernels of the batch-norm family write behind their back, and so does code
+that goes through `.data`. So buffers are copied before the forward. Small ones on the CPU always;
+the others when a module is seen for the first time in this mode (training or not), its content is
+compared once, and from then on only if it did change. A buffer that changes for the first time
+later is replayed from its new value, with a warning.
 
 Note [Parameters that were lent]. `torch.func.functional_call` puts tensors in the place of a
 module's parameters for the time of a call, and the replay comes after it. A plain tensor in such a
@@ -21,16 +21,18 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from rekindle.replay.internals import version_of, without_modes
+from rekindle.replay.internals import capturing, version_of, without_modes
 
 _SMALL = 1 << 16
 
 _Buffers: TypeAlias = dict[str, Tensor | None]
+_NOTHING_KNOWN: dict[bool, bool] = {}
 _changes: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
-"""Modules with large buffers that ran in a region before: by mode, did they ever change one?"""
+"""Modules with costly buffers that ran in a region before: by mode, did they ever change one?"""
 
 
 class ModuleState:
@@ -60,11 +62,11 @@ class ModuleState:
 
     def has_stand_ins(self) -> bool:
         """Whether a replay runs on copies of buffers."""
-        return bool(self._before)
+        return bool(self._before or self._watched)
 
     def is_as_before(self) -> bool:
         """Whether a replay finds everything as the forward did."""
-        return not (self._before or self._lent) and self._training == [
+        return not (self._before or self._watched or self._lent) and self._training == [
             module.training for module in self._modules
         ]
 
@@ -72,12 +74,13 @@ class ModuleState:
     def as_before(self) -> Iterator[None]:
         """Everything as the forward found it; after, as it is now."""
         modes = [module.training for module in self._modules]
-        buffers = [(watched.module, dict(watched.module._buffers)) for watched in self._before]
+        changing = self._before or self._watched  # the latter for a replay while the forward runs
+        buffers = [(watched.module, dict(watched.module._buffers)) for watched in changing]
         parameters = [(module, dict(module._parameters)) for module, _ in self._lent]
         copies: dict[int, Tensor] = {}  # modules may share a buffer
         try:
             _set_modes(self._modules, self._training)
-            for watched in self._before:
+            for watched in changing:
                 _replace(watched.module._buffers, watched.stand_ins(copies))
             for module, lent in self._lent:
                 _replace(module._parameters, lent)
@@ -104,34 +107,36 @@ def _replace(old: dict[str, Any], new: dict[str, Any]) -> None:
 class _Watched:
     """The buffers of one module before a forward, and copies of those that may change."""
 
-    __slots__ = ("_buffers", "_copies", "_mode", "_versions", "module")
+    __slots__ = ("_buffers", "_copies", "_known", "_mode", "_versions", "module")
 
     def __init__(self, module: nn.Module, buffers: _Buffers | None = None) -> None:
         self.module = module
         self._mode = module.training
         self._buffers = dict(module._buffers) if buffers is None else buffers
         self._versions = [_version(buffer) for buffer in self._buffers.values()]
-        large_too = _changes.get(module, {}).get(self._mode, True)
+        self._known = _changes.get(module, _NOTHING_KNOWN).get(self._mode)
         self._copies = {
             name: copy_of(buffer)
             for name, buffer in self._buffers.items()
-            if buffer is not None and not is_lazy(buffer) and (large_too or not _is_large(buffer))
+            if buffer is not None
+            and not is_lazy(buffer)
+            and (self._known is not False or not _is_costly(buffer))
         }
 
     def may_have_changed(self) -> bool:
         """Whether the forward may have changed a buffer; called once, when it has ended."""
+        costly = [_is_costly(buffer) for buffer in self._buffers.values()]
         changed = self._looks_changed()
-        large = [_is_large(buffer) for buffer in self._buffers.values()]
-        if any(large):
-            seen = _changes.setdefault(self.module, {})
-            if changed and not seen.get(self._mode, True):
+        if any(costly):
+            changed = changed or (self._known is None and self._has_other_content())
+            if changed and self._known is False:
                 warnings.warn(
-                    f"A large buffer of {type(self.module).__name__} changed in a region for the "
-                    "first time in a while: this once, the region is replayed from its new value.",
+                    f"A buffer of {type(self.module).__name__} changed in a region for the first "
+                    "time in a while: this once, the region is replayed from its new value.",
                     stacklevel=2,
                 )
-            seen[self._mode] = seen.get(self._mode, False) or changed
-        return changed or not all(large)
+            _changes.setdefault(self.module, {})[self._mode] = bool(changed or self._known)
+        return changed or bool(self._known) or not all(costly)
 
     def _looks_changed(self) -> bool:
         now = self.module._buffers
@@ -140,6 +145,17 @@ class _Watched:
             or any(now[name] is not buffer for name, buffer in self._buffers.items())
             or self._versions != [_version(buffer) for buffer in self._buffers.values()]
         )
+
+    def _has_other_content(self) -> bool:
+        """Compare with the copies; this waits for the device, once in a module's life."""
+        if capturing():
+            return True
+        with without_modes():
+            return not all(
+                torch.equal(copy.detach(), buffer.detach())
+                for name, copy in self._copies.items()
+                if (buffer := self._buffers[name]) is not None
+            )
 
     def stand_ins(self, copies: dict[int, Tensor]) -> _Buffers:
         """Buffers to replay with: as they were, or as they are now where there is no copy."""
@@ -161,8 +177,11 @@ def _version(buffer: Tensor | None) -> int:
     return -1 if buffer is None or is_lazy(buffer) else version_of(buffer)
 
 
-def _is_large(buffer: Tensor | None) -> bool:
-    return buffer is not None and not is_lazy(buffer) and buffer.nbytes > _SMALL
+def _is_costly(buffer: Tensor | None) -> bool:
+    """Whether copying it at every call would be felt."""
+    return (
+        buffer is not None and not is_lazy(buffer) and (buffer.nbytes > _SMALL or not buffer.is_cpu)
+    )
 
 
 def copy_of(buffer: Tensor) -> Tensor:

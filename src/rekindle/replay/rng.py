@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from rekindle.replay.internals import cuda_in_use
+from rekindle.replay.internals import cuda_in_use, current_cuda_device
 
 RngState: TypeAlias = tuple[Tensor, tuple[tuple[torch.Generator, Tensor], ...]]
 """The state of the CPU's generator, and of every other that a region may draw from."""
@@ -29,7 +29,7 @@ def take(devices: Collection[torch.device], own: Sequence[torch.Generator] = ())
         return _cpu_state(), ()
     generators = {id(generator): generator for generator in own}
     if cuda_in_use():
-        current = torch.cuda.default_generators[torch.cuda.current_device()]
+        current = torch.cuda.default_generators[current_cuda_device()]
         generators[id(current)] = current
     if not devices and named is not None:
         devices = (torch.device(named),)
