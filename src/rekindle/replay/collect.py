@@ -37,7 +37,7 @@ class Stop(BaseException):
 
 
 class Collected:
-    """What a replay saved: the tensors, their versions then and, if asked for, where."""
+    """What a replay saved: the tensors and, if asked for, where."""
 
     __slots__ = (
         "detached",
@@ -46,13 +46,11 @@ class Collected:
         "stopped",
         "tensors",
         "values",
-        "versions",
         "where",
     )
 
     def __init__(self, closely: bool = False, values: "Fingerprints | None" = None) -> None:
         self.tensors: list[Tensor] = []
-        self.versions: list[int] = []
         self.where: list[RawSite] | None = [] if closely or values is not None else None
         self.values = values
         self.parameters: set[int] = set()
@@ -82,6 +80,26 @@ class Collected:
             or (x._is_view() and isinstance(x._base, nn.Parameter))
         )
 
+    def _by_the_last_op(self, sites: Sequence[RawSite]) -> range:
+        """The positions that one call site saved, up to the last."""
+        first = last = len(self.tensors) - 1
+        while first > 0 and sites[first - 1][:2] == sites[last][:2]:
+            first -= 1
+        return range(first, last + 1)
+
+    def may_be_unwritten(self, sites: Sequence[RawSite]) -> bool:
+        """Whether the op that saves now may yet write to a save. Note [When a replay may stop]."""
+        return not all(
+            self.is_old(position) or sites[position][0] is PACKING
+            for position in self._by_the_last_op(sites)
+        )
+
+    def is_worth_stopping(self, sites: Sequence[RawSite]) -> bool:
+        """Note [When stopping pays]."""
+        if self.tensors[-1].is_cpu:
+            return True
+        return _work([self.tensors[i] for i in self._by_the_last_op(sites)]) >= _WORTH
+
     def look(self, x: Tensor) -> None:
         """Take down where the region is, and what the tensor holds."""
         assert self.where is not None
@@ -94,46 +112,38 @@ def collect(
     found: Collected, needed: int, sites: Sequence[RawSite], early_stop: bool
 ) -> Generator[int, Tensor | None, None]:
     """Collect `needed` activations, one at least; `sites` are the forward's. Prime with `next`."""
-    keep, version, closely = found.tensors.append, found.versions.append, found.where is not None
+    keep, closely, last = found.tensors.append, found.where is not None, needed - 1
     position = -1
-    op: tuple[CodeType, int] | None = None
-    x: Tensor | None
-    while True:
-        x = None  # a generator that is closed may keep its variables
+    while position < last:
         x = yield position
-        assert x is not None
-        if position >= needed - 1 and early_stop and _call_site() != op:
+        if closely:
+            found.look(x)  # type: ignore[arg-type]
+        keep(x if type(x) is Tensor else found.detach(x))  # type: ignore[arg-type]
+        position += 1
+    op = _call_site()
+    if early_stop:
+        found.ended_elsewhere = op != sites[last][:2] and any(
+            op == site[:2] and not library[op[0].co_filename] for site in sites
+        )
+        early_stop = found.is_worth_stopping(sites)
+        if early_stop and not found.may_be_unwritten(sites):
+            _stop(found)
+    x = None  # a generator that is closed may keep its variables
+    while True:
+        x = yield position
+        if early_stop and _call_site() != op:
             _stop(found)
         if closely:
-            found.look(x)
-        if type(x) is not Tensor:
-            x = found.detach(x)
-        keep(x)
-        version(x._version)
+            found.look(x)  # type: ignore[arg-type]
+        keep(found.detach(x))  # type: ignore[arg-type]
         position += 1
-        if position == needed - 1 and early_stop:
-            op = _call_site()
-            found.ended_elsewhere = op != sites[position][:2] and any(
-                op == site[:2] and not library[op[0].co_filename] for site in sites
-            )
-            last = _saved_by_last_op(found, sites)
-            early_stop = x.is_cpu or _work(last) >= _WORTH
-            if early_stop and not _may_be_unwritten(found, sites):
-                _stop(found)
+        x = None
 
 
 _WORTH = 10**11
 """The work of an op that is worth stopping for on a device, in multiplications: 0.2 ms or so."""
 _PER_ELEMENT = 1000
 """Multiplications that take as long as moving one element through memory."""
-
-
-def _saved_by_last_op(found: Collected, sites: Sequence[RawSite]) -> list[Tensor]:
-    position = len(found.tensors) - 1
-    op = sites[position][:2]
-    while position > 0 and sites[position - 1][:2] == op:
-        position -= 1
-    return found.tensors[position:]
 
 
 def _work(saved: Sequence[Tensor]) -> int:
@@ -144,17 +154,6 @@ def _work(saved: Sequence[Tensor]) -> int:
             if a is not b and a.dim() >= 2 and b.dim() == 2 and a.shape[-1] == b.shape[0]:
                 work = max(work, a.numel() * b.shape[1])
     return work
-
-
-def _may_be_unwritten(found: Collected, sites: Sequence[RawSite]) -> bool:
-    """Whether the op that saves now may yet write to a save (Note [When a replay may stop])."""
-    position = len(found.tensors) - 1
-    op = sites[position][:2]
-    while position >= 0 and sites[position][:2] == op:
-        if not (found.is_old(position) or sites[position][0] is PACKING):
-            return True
-        position -= 1
-    return False
 
 
 def _stop(found: Collected) -> NoReturn:

@@ -259,15 +259,15 @@ class Frame:
             set_grad_enabled(True)
             around = self._around()
             if around is None:
-                with self.inputs.again() as (args, kwargs):
-                    push_hooks(hook.send, found.tensors.__getitem__)
-                    try:
-                        self.function(*args, **kwargs)
-                    finally:
-                        pop_hooks()
+                args, kwargs = self.inputs.again()
+                push_hooks(hook.send, found.tensors.__getitem__)
+                try:
+                    self.function(*args, **kwargs)
+                finally:
+                    pop_hooks()
             else:
                 with around:
-                    args, kwargs = around.enter_context(self.inputs.again())
+                    args, kwargs = self.inputs.again()
                     if observation.active:
                         watch = observation.Watch(self.function)
                         around.enter_context(watch.replay(lambda: found.detached))
@@ -284,7 +284,8 @@ class Frame:
             if not found.stopped:
                 raise
         finally:
-            hook.close()  # it holds a tensor, and the replay's own graph holds it
+            hook.close()  # the replay's own graph holds it
+            self.inputs.take_off_hooks()
             recomputing.reset(token)
             set_grad_enabled(grad)
             if now is not None:
@@ -321,23 +322,25 @@ class Frame:
         # Note [What frees a replayed activation]
         give_away = graph_task_id() == -1 or (keep_graph() and exec_group() is None)
         self.away = None
-        stand_ins = self.modules is not None and self.modules.has_stand_ins()
-        slots, tensors, versions = self.slots, found.tensors, found.versions
+        slots, tensors = self.slots, found.tensors
         for position, (weak, x) in enumerate(zip(slots, tensors, strict=False)):
             slot = weak()
             if slot is None:
                 continue
             if checks and slot.meta != (x.shape, x.dtype, x.device):
                 raise self._explain(position, x)
-            version = versions[position]
-            if x._version != version:
-                self._keep_for(slot, _Spoiled(position, version, x._version))
-            elif version != slot.version and (found.is_old(position) or not stand_ins):
-                self._keep_for(slot, _Spoiled(position, slot.version, version))
+            if slot.version != x._version and (found.is_old(position) or not self._stands_in()):
+                self._keep_for(slot, _Spoiled(position, slot.version, x._version))
             elif give_away:
                 self._keep_for(slot, x)
             else:
                 slot.value = x
+        if len(tensors) != len(slots) or found.ended_elsewhere or self.values is not None:
+            self._check_whole(found, checks)
+
+    def _check_whole(self, found: Collected, checks: bool) -> None:
+        """Neither more was saved than in forward, nor less, nor something else."""
+        slots, tensors = self.slots, found.tensors
         if len(tensors) > len(slots) and not self.running:
             raise self._explain(len(slots), None)
         if found.ended_elsewhere and checks:
@@ -347,6 +350,10 @@ class Frame:
                 raise mismatch.fewer_saved(self, len(tensors), position)
         if self.values is not None:
             self.values.check(self)
+
+    def _stands_in(self) -> bool:
+        """Whether the replay ran on copies of buffers: their versions begin anew."""
+        return self.modules is not None and self.modules.has_stand_ins()
 
     def _keep_for(self, slot: Slot, value: "Tensor | _Spoiled") -> None:
         if self.away is None:

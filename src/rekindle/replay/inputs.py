@@ -13,7 +13,6 @@ and holding it would make a cycle that nothing collects), and a replay is an err
 import functools
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -34,7 +33,9 @@ class Inputs:
     __slots__ = (
         "_args",
         "_changed",
+        "_hooks",
         "_kwargs",
+        "_simple",
         "_tensors",
         "_versions",
         "_wanted",
@@ -52,7 +53,10 @@ class Inputs:
         self.generators: list[torch.Generator] = []
         self._args: Any = args
         self._kwargs: Any = kwargs
-        if hooks is not None or kwargs or not self._all_simple(args):
+        self._hooks: list[int] = []
+        """How many hooks each tensor has when the forward has ended."""
+        self._simple = hooks is None and not kwargs and self._all_simple(args)
+        if not self._simple:
             self._tensors, self._versions, self._wanted = [], [], []
             packing = _Packing(hooks, self._note)
             self._args = packing.pack(args)
@@ -87,6 +91,7 @@ class Inputs:
             self._args = self._kwargs = None
         if self._changed is not None or hooked:
             self._tensors = []
+        self._hooks = [len(t._backward_hooks or ()) for t in self._tensors]
 
     def changed(self) -> int | None:
         """The tensor argument that was changed in place since the call, or None.
@@ -98,28 +103,19 @@ class Inputs:
                 self._changed = i
         return self._changed
 
-    @contextmanager
-    def again(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments as they were, containers new; hooks that are put on them meanwhile go."""
+    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as they were, containers new."""
+        if self._simple and self._wanted == [tensor.requires_grad for tensor in self._tensors]:
+            return self._args, self._kwargs
         fresh = _Fresh(iter(self._wanted))
-        args, kwargs = fresh.of(self._args), fresh.of(self._kwargs)
-        hooks = [_hooks_of(tensor) for tensor in self._tensors]
-        try:
-            yield args, kwargs
-        finally:
-            for tensor, before in zip(self._tensors, hooks, strict=True):
-                now = tensor._backward_hooks
-                if now is not None:
-                    for added in _hooks_of(tensor) - before:
-                        del now[added]
+        return fresh.of(self._args), fresh.of(self._kwargs)
 
-
-def _hooks_of(tensor: Tensor) -> frozenset[int]:
-    hooks = tensor._backward_hooks
-    return frozenset(hooks) if hooks else _NO_HOOKS
-
-
-_NO_HOOKS: frozenset[int] = frozenset()
+    def take_off_hooks(self) -> None:
+        """A hook that a region puts on an argument is there already: the replay's goes."""
+        for tensor, count in zip(self._tensors, self._hooks, strict=False):
+            hooks = tensor._backward_hooks
+            while hooks and len(hooks) > count:
+                hooks.popitem()
 
 
 class _Packing:

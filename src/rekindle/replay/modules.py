@@ -44,20 +44,25 @@ class ModuleState:
         self._modules = modules
         self._training = [module.training for module in modules]
         self._before: list[_Watched] = []
-        self._watched = [_Watched(module) for module in modules if module._buffers]
-        self._lent = [
-            (module, dict(module._parameters))
-            for module in modules
-            if Tensor in map(type, module._parameters.values())
-        ]
+        self._watched: list[_Watched] = []
+        self._lent: list[tuple[nn.Module, dict[str, Any]]] = []
+        for module in modules:
+            if module._buffers:
+                self._watched.append(_Watched(module))
+            for parameter in module._parameters.values():
+                if type(parameter) is Tensor:  # Note [Parameters that were lent]
+                    self._lent.append((module, dict(module._parameters)))
+                    break
 
     def close(self) -> None:
         """The forward has ended: keep what a replay is to start from, drop the rest."""
-        self._before = [watched for watched in self._watched if watched.may_have_changed()]
-        known = {watched.module for watched in self._watched}
-        for module in self._modules:
-            if module._buffers and module not in known:  # its first buffer was made just now
-                self._before.append(_Watched(module, {}))
+        own = [module for module in self._modules if module._buffers]
+        if own:
+            known = {watched.module for watched in self._watched}
+            self._before = [watched for watched in self._watched if watched.may_have_changed()]
+            for module in own:
+                if module not in known:  # its first buffer was made just now
+                    self._before.append(_Watched(module, {}))
         self._watched = []
 
     def has_stand_ins(self) -> bool:
