@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rekindle.compiled.handover import hand_over, noop_context_fn
 from rekindle.replay.frame import Frame
@@ -76,9 +76,12 @@ def checkpoint(
         return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
             function, preserve_rng_state, *args
         )
-    with Frame(function, args, kwargs, options):
+    frame = Frame(function, args, kwargs, options)
+    with frame:
         out = function(*args, **kwargs)
-    if type(out) in _LAZY:
+    if isinstance(out, Tensor):
+        frame.has_one_output = True
+    elif type(out) in _LAZY:
         raise TypeError(
             f"{function!r} returns a {type(out).__name__}: it has not run yet, so there is nothing "
             "to checkpoint. Checkpoint the functions that it calls."

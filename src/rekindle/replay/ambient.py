@@ -21,8 +21,8 @@ from rekindle.replay.internals import (
 
 Ambient: TypeAlias = tuple[Any, ...]
 """Default dtype, the four kinds of attention, whether `__torch_function__` is on, the order in
-which attention kernels are tried, casts and default device; equal when a region would run alike. The
-last three are None when there are none."""
+which attention kernels are tried, casts and default device; equal when a region would run alike.
+The last three are None when there are none."""
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _flash, _mem_efficient, _math, _cudnn = (

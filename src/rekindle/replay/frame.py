@@ -48,6 +48,7 @@ from rekindle.replay.internals import (
     outside_old_vmap,
     pop_hooks,
     push_hooks,
+    runs_whole_graph,
     set_grad_enabled,
     top_hooks,
     when_backward_ends,
@@ -103,6 +104,8 @@ class Frame:
     trace: OpTrace | None = None
     watch: observation.Watch | None = None
     running = False
+    has_one_output = False
+    """Whether all that the region made leads to one tensor."""
     looking = False
     """Whether somebody wants to see what is saved."""
     away: "WeakKeyDictionary[Slot, Tensor | _Spoiled] | None" = None
@@ -236,10 +239,10 @@ class Frame:
             found.tensors.clear()  # the replay's own graph leads back to this list
         if graph_task_id() != -1:
             group = exec_group()
-            if group is None:
-                _empty_when_backward_ends(self)
-            else:
+            if group is not None:
                 finalize(group, _empty_all, [ref(self)])
+            elif not (self.has_one_output and runs_whole_graph()):
+                _empty_when_backward_ends(self)
 
     def _run_again(self, found: Collected) -> None:
         changed = self.inputs.changed()

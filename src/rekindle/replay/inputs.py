@@ -64,15 +64,13 @@ class Inputs:
             self.generators = packing.generators
 
     def _all_simple(self, args: tuple[Any, ...]) -> bool:
-        """Note the tensors among the arguments; False if one of the others is worth a look."""
-        for i, arg in enumerate(args):
+        """Note the tensors among the arguments; False if there is more to look at."""
+        for arg in args:
             if isinstance(arg, Tensor):
-                if any(arg is other for other in args[:i]):
-                    return False
                 self._note(arg)
             elif type(arg) not in _PLAIN:
                 return False
-        return True
+        return len(self._tensors) < 2 or len(set(map(id, self._tensors))) == len(self._tensors)
 
     def _note(self, tensor: Tensor) -> None:
         self._tensors.append(tensor)
@@ -98,8 +96,8 @@ class Inputs:
 
         Note [A changed argument cannot be replayed].
         """
-        for i, tensor in enumerate(self._tensors):
-            if version_of(tensor) != self._versions[i]:
+        for i, version in enumerate(self._versions if self._tensors else ()):
+            if version >= 0 and self._tensors[i]._version != version:
                 self._changed = i
         return self._changed
 

@@ -67,8 +67,13 @@ def capturing() -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """A tensor's version counter; inference tensors have none, and never change under autograd."""
-    return -1 if tensor.is_inference() else tensor._version
+    """A tensor's version counter, or -1: inference tensors have none, and autograd never sees them
+    change.
+    """
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 def without_modes() -> AbstractContextManager[Any]:

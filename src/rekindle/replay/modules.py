@@ -49,9 +49,10 @@ class ModuleState:
         for module in modules:
             if module._buffers:
                 self._watched.append(_Watched(module))
-            for parameter in module._parameters.values():
+            parameters: dict[str, Any] = module._parameters
+            for parameter in parameters.values():
                 if type(parameter) is Tensor:  # Note [Parameters that were lent]
-                    self._lent.append((module, dict(module._parameters)))
+                    self._lent.append((module, dict(parameters)))
                     break
 
     def close(self) -> None:
