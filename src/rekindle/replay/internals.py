@@ -67,9 +67,7 @@ def capturing() -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """A tensor's version counter, or -1: inference tensors have none, and autograd never sees them
-    change.
-    """
+    """A tensor's version counter, or -1: inference tensors have none."""
     try:
         return tensor._version
     except RuntimeError:

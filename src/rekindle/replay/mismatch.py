@@ -140,9 +140,10 @@ def _cause_of_difference(
     if slot.meta[1] != found.dtype:
         return "a dtype from outside: a module that was cast, autocast that a global switches"
     return (
-        "a shape that depends on data (routing, masks, `nonzero`), and the data came out otherwise "
-        "(a nondeterministic op, a random generator of your own); or a parameter or buffer resized "
-        "since; or `requires_grad` of one changed, so that the op saves other tensors"
+        "a shape from outside: a global or an attribute that changed between forward and backward, "
+        "or data (routing, masks, `nonzero`) that came out otherwise (a nondeterministic op, a "
+        "random generator of your own); or `requires_grad` of a parameter changed, so that the op "
+        "saves other tensors"
     )
 
 

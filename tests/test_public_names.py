@@ -1,0 +1,201 @@
+"""The names that other people's code imports: ours, torch's public ones and a few private ones."""
+
+import ast
+import inspect
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.utils.checkpoint as torch_module
+from torch import Tensor
+
+import rekindle
+from rekindle.compat import checkpoint as compat
+from rekindle.compiled import handover
+
+SOURCE = Path(rekindle.__file__).parent
+FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
+PRIVATE = [
+    "_CachedTorchDispatchMode",
+    "_CachingTorchDispatchMode",
+    "_DEFAULT_DETERMINISM_MODE",
+    "_checkpoint_without_reentrant_generator",
+    "_infer_device_type",
+]
+METHODS = [
+    "CheckpointFunction.backward",
+    "CheckpointFunction.forward",
+    "DefaultDeviceType.get_device_type",
+    "DefaultDeviceType.set_device_type",
+    "GraphExecGroup.__enter__",
+    "GraphExecGroup._get_current_group",
+]
+FUNCTIONS = [name for name in torch_module.__all__ if inspect.isfunction(vars(torch_module)[name])]
+
+
+def sorted_as_ruff_does(names: list[str]) -> list[str]:
+    """Constants, then classes, then functions, as ruff's RUF022."""
+    return sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+
+
+def reach(module: ModuleType, path: str) -> object:
+    found: object = module
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def test_the_names_of_rekindle_are_sorted() -> None:
+    assert rekindle.__all__ == sorted_as_ruff_does(rekindle.__all__)
+
+
+def test_the_names_of_rekindle_are_what_it_exports() -> None:
+    exported = {
+        name
+        for name, value in vars(rekindle).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert exported == set(rekindle.__all__)
+
+
+def test_the_names_of_the_compat_module_are_sorted() -> None:
+    assert compat.__all__ == sorted_as_ruff_does(compat.__all__)
+
+
+def test_every_name_of_the_compat_module_is_there() -> None:
+    assert [name for name in compat.__all__ if not hasattr(compat, name)] == []
+
+
+def test_every_public_name_of_torch_is_a_public_name_of_the_compat_module() -> None:
+    assert set(torch_module.__all__) <= set(compat.__all__)
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_a_private_name_that_others_import_is_there(name: str) -> None:
+    assert type(getattr(compat, name)) is type(getattr(torch_module, name))
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *METHODS, *PRIVATE[-2:]])
+def test_a_function_takes_the_parameters_of_torchs(name: str) -> None:
+    """In torch's order, for those given by position; ours may have more."""
+    theirs = inspect.signature(reach(torch_module, name)).parameters  # type: ignore[arg-type]
+    ours = inspect.signature(reach(compat, name)).parameters  # type: ignore[arg-type]
+    kinds = {parameter.name: parameter.kind for parameter in ours.values()}
+    unnamed = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    for parameter in theirs.values():
+        if parameter.kind in unnamed:
+            assert parameter.kind in kinds.values()
+        else:
+            assert kinds[parameter.name] == parameter.kind
+    by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert [p.name for p in theirs.values() if p.kind is by_position] == [
+        p.name for p in ours.values() if p.kind is by_position
+    ]
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *METHODS, *PRIVATE[-2:]])
+def test_a_parameter_has_the_default_of_torchs(name: str) -> None:
+    theirs = inspect.signature(reach(torch_module, name)).parameters  # type: ignore[arg-type]
+    ours = inspect.signature(reach(compat, name)).parameters  # type: ignore[arg-type]
+    named = [p for p in theirs.values() if p.name in ours]
+    assert [(p.name, p.default) for p in named] == [(p.name, ours[p.name].default) for p in named]
+
+
+def test_our_own_checkpoint_takes_torchs_parameters_and_preserve_rng_state() -> None:
+    theirs = inspect.signature(torch_module.checkpoint).parameters
+    ours = inspect.signature(rekindle.checkpoint).parameters
+    assert set(theirs) | {"preserve_rng_state"} == set(ours)
+
+
+def test_our_own_checkpoint_is_not_reentrant_by_default() -> None:
+    assert inspect.signature(rekindle.checkpoint).parameters["use_reentrant"].default is False
+
+
+def test_noop_context_fn_is_torchs_own_object() -> None:
+    """Torch compares it by identity."""
+    assert rekindle.noop_context_fn is torch_module.noop_context_fn
+    assert compat.noop_context_fn is torch_module.noop_context_fn
+
+
+# Our own engine: outside `compat` and `compiled`, nothing knows torch's.
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` for such an expression, else nothing."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+def mentions(source: str) -> set[str]:
+    """What a file imports, and the dotted names it uses."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        else:
+            found.add(dotted(node))
+    return found
+
+
+def is_engine(file: str) -> bool:
+    return not file.startswith(("compat/", "compiled/"))
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if is_engine(file)])
+def test_the_engine_does_not_mention_torchs_module(file: str) -> None:
+    names = mentions((SOURCE / file).read_text())
+    assert [name for name in names if name.startswith("torch.utils.checkpoint")] == []
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if not file.startswith("compiled/")])
+def test_torchs_checkpoint_is_named_in_compiled_only(file: str) -> None:
+    names = mentions((SOURCE / file).read_text())
+    forbidden = {
+        "_torch.checkpoint",
+        "_torch.CheckpointFunction",
+        "_torch._checkpoint_without_reentrant_generator",
+        "rekindle.compiled.handover.torch_checkpoint",
+        "torch.utils.checkpoint.checkpoint",
+        "torch_module.checkpoint",
+    }
+    assert names & forbidden == set()
+
+
+def test_the_scan_sees_every_way_of_naming_torchs_checkpoint() -> None:
+    """A contrived file, to show that the scan above can fail."""
+    source = "from torch.utils.checkpoint import checkpoint\ntorch.utils.checkpoint.checkpoint(f)"
+    assert "torch.utils.checkpoint.checkpoint" in mentions(source.splitlines()[0])
+    assert "torch.utils.checkpoint.checkpoint" in mentions(source.splitlines()[1])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_eager_regions_run_without_torchs_engine(
+    use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contrived: torch's engine is taken away."""
+
+    def taken_away(*args: object, **kwargs: object) -> None:
+        raise AssertionError("torch's engine was called")
+
+    monkeypatch.setattr(handover, "torch_checkpoint", taken_away)
+    for name in ("checkpoint", "_checkpoint_without_reentrant_generator", "_CheckpointFrame"):
+        monkeypatch.setattr(torch_module, name, taken_away)
+    monkeypatch.setattr(torch_module.CheckpointFunction, "apply", taken_away)
+    x = torch.ones(2, requires_grad=True)
+
+    def inner(x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+    def outer(x: Tensor) -> Tensor:
+        return rekindle.checkpoint(inner, x, use_reentrant=use_reentrant).cos()
+
+    rekindle.checkpoint(outer, x, use_reentrant=use_reentrant).sum().backward()
+    compat.checkpoint_sequential([inner, outer], 2, x, use_reentrant).sum().backward()
+    assert x.grad is not None
