@@ -21,6 +21,7 @@ into `__getattr__`, and that is where a replay begins.
 import operator
 import sys
 import threading
+from _thread import RLock
 from collections.abc import Callable
 from contextlib import ContextDecorator, ExitStack, suppress
 from typing import Any, NamedTuple
@@ -133,7 +134,7 @@ class Frame:
             self.rng = random_state.take(self.inputs.devices, self.inputs.generators)
         self.slots: list[ref[Slot]] = []
         self.sites: list[RawSite] = []
-        self._lock = threading.RLock()
+        self._lock = RLock()
         if not options.plain:
             if options.context_fn is not None:
                 self.contexts = options.context_fn()

@@ -32,6 +32,9 @@ def reached_from(
     roots: list[nn.Module] = []
     if isinstance(function, nn.Module):
         roots.append(function)
+    elif type(function) is types.FunctionType:
+        for part in _parts_of_function(function):
+            _follow(part, roots, _DEPTH)
     else:
         _follow(function, roots, _DEPTH)
     for value in args:
@@ -89,9 +92,8 @@ def _parts_of_function(function: types.FunctionType) -> list[Any]:
         parts += function.__defaults__
     if function.__kwdefaults__:
         parts += function.__kwdefaults__.values()
-    names = function.__globals__
+    bound = function.__globals__
     for name in function.__code__.co_names:
-        value = names.get(name)
-        if value is not None and type(value) not in _ATOMS:
-            parts.append(value)
+        if name in bound and type(bound[name]) not in _ATOMS:
+            parts.append(bound[name])
     return parts
