@@ -29,4 +29,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
+    torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -99,6 +99,9 @@ def observe() -> Iterator[Observation]:
         active.remove(seen)
 
 
+_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl")
+
+
 def region_name(function: Callable[..., Any]) -> str:
     """What a person calls a region: the module's class, or the function's qualified name."""
     while isinstance(function, functools.partial):
@@ -107,7 +110,9 @@ def region_name(function: Callable[..., Any]) -> str:
     if isinstance(function, nn.Module):
         return type(function).__name__
     if isinstance(owner, nn.Module):
-        return f"{type(owner).__name__}.{getattr(function, '__name__', 'call')}"
+        method = getattr(function, "__name__", "__call__")
+        kind = type(owner).__name__
+        return kind if method in _CALLS else f"{kind}.{method}"
     return getattr(function, "__qualname__", type(function).__name__)
 
 

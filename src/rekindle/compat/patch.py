@@ -5,6 +5,7 @@ one of them. What was replaced is put back on leaving; a module that was importe
 ours for torch's is given torch's.
 """
 
+import inspect
 import sys
 import threading
 from types import ModuleType, TracebackType
@@ -20,9 +21,6 @@ _originals = {
     for name in (*torch_module.__all__, *_PRIVATE)
     if getattr(torch_module, name) is not getattr(ours, name)
 }
-_ONLY_HERE = ("checkpoint", "checkpoint_sequential", "_checkpoint_without_reentrant_generator")
-"""Names whose objects a module can only have got through the patch: `rekindle` has others."""
-
 _lock = threading.Lock()
 _active: list["Patch"] = []
 
@@ -52,11 +50,12 @@ class Patch:
             _active.remove(self)
         for module, attribute, original in self._replaced:
             setattr(module, attribute, original)
-        back = {id(getattr(ours, name)): _originals[name] for name in _ONLY_HERE}
+        back = {id(getattr(ours, name)): original for name, original in _originals.items()}
         for module in _foreign_modules(set(sys.modules) - self._loaded):
-            for attribute, value in list(vars(module).items()):
-                if id(value) in back:
-                    setattr(module, attribute, back[id(value)])
+            if not _speaks_of_rekindle(module):
+                for attribute, value in list(vars(module).items()):
+                    if id(value) in back:
+                        setattr(module, attribute, back[id(value)])
         self._replaced.clear()
 
     def __enter__(self) -> Self:
@@ -78,6 +77,14 @@ def _foreign_modules(names: set[str]) -> list[ModuleType]:
         for name, module in loaded
         if isinstance(module, ModuleType) and name.partition(".")[0] != "rekindle"
     ]
+
+
+def _speaks_of_rekindle(module: ModuleType) -> bool:
+    """Whether a module may have got our objects from us rather than in torch's place."""
+    try:
+        return "rekindle" in inspect.getsource(module)
+    except (OSError, TypeError):
+        return "rekindle" in vars(module)
 
 
 def patch_torch() -> Patch:

@@ -8,11 +8,11 @@ compared by identity inside torch: there is one, and it is torch's.
 from collections.abc import Callable
 from typing import Any
 
-import torch.utils.checkpoint as torch_module
+import torch.utils.checkpoint
+
+torch_module = torch.utils.checkpoint
 
 torch_checkpoint = torch_module.checkpoint
-torch_early_stop = torch_module.set_checkpoint_early_stop
-torch_debug_enabled = torch_module.set_checkpoint_debug_enabled
 noop_context_fn = torch_module.noop_context_fn
 
 

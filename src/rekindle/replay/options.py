@@ -38,7 +38,7 @@ def options_of(
     preserve_rng_state: bool,
 ) -> Options:
     """The options as a user gave them, checked, with the process-wide switches applied."""
-    stop, forced = switches.early_stop.get(), switches.debug.get()
+    stop, forced = switches.early_stop(), switches.debug()
     if stop is not None:
         early_stop = stop
     if forced is not None:

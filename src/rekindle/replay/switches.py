@@ -1,18 +1,39 @@
 """The switches that act on every region: early stop, debug; and the flag a region can read.
 
-Torch has switches of the same names, process-wide values of its module, and its own engine runs
-the regions inside compiled code. So setting one of ours sets torch's too: no two can disagree.
+Torch has switches of the same names, process-wide values of its module, and its own engine runs the
+regions inside compiled code. There is one of each: ours are torch's values, whoever sets them.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
-from rekindle.compiled.handover import torch_debug_enabled, torch_early_stop
+from rekindle.compiled.handover import torch_module
 
-early_stop: ContextVar[bool | None] = ContextVar("rekindle_early_stop", default=None)
-debug: ContextVar[bool | None] = ContextVar("rekindle_debug", default=None)
+_EARLY_STOP = "_enable_checkpoint_early_stop"
+_DEBUG = "_checkpoint_debug_enabled"
 recomputing: ContextVar[bool] = ContextVar("rekindle_recomputing", default=False)
+
+
+def early_stop() -> bool | None:
+    """What early stop is forced to, or None."""
+    return torch_module._enable_checkpoint_early_stop
+
+
+def debug() -> bool | None:
+    """What debug is forced to, or None."""
+    return torch_module._checkpoint_debug_enabled
+
+
+@contextmanager
+def _set(name: str, value: Any) -> Iterator[None]:
+    before = getattr(torch_module, name)
+    setattr(torch_module, name, value)
+    try:
+        yield
+    finally:
+        setattr(torch_module, name, before)
 
 
 @contextmanager
@@ -24,12 +45,8 @@ def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
     >>> with rekindle.set_checkpoint_early_stop(False):
     ...     y = rekindle.checkpoint(torch.exp, x)
     """
-    token = early_stop.set(enable)
-    try:
-        with torch_early_stop(enable):
-            yield
-    finally:
-        early_stop.reset(token)
+    with _set(_EARLY_STOP, enable):
+        yield
 
 
 @contextmanager
@@ -41,12 +58,8 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
     >>> with rekindle.set_checkpoint_debug_enabled(True):
     ...     y = rekindle.checkpoint(torch.exp, x)
     """
-    token = debug.set(enabled)
-    try:
-        with torch_debug_enabled(enabled):
-            yield
-    finally:
-        debug.reset(token)
+    with _set(_DEBUG, enabled):
+        yield
 
 
 def is_recomputing() -> bool:
