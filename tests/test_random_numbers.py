@@ -1,6 +1,7 @@
 """Random numbers: a replay draws what its forward drew, and nobody else notices."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -298,3 +299,15 @@ def test_set_device_states_changes_nothing_on_cpu() -> None:
     rekindle.set_device_states([], [], device_type="cpu")
     rekindle.set_device_states(*rekindle.get_device_states(torch.ones(2)))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_generator_in_the_closure_is_replayed_from_where_it_was() -> None:
+    x = torch.ones(8, requires_grad=True)
+
+    def seeded(run: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(7)
+        return run(lambda x: (x * torch.rand(8, generator=generator)).sin(), x)
+
+    assert_same_step(
+        lambda: seeded(lambda f, *args: f(*args)), lambda: seeded(rekindle.checkpoint), [x]
+    )

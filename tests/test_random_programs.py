@@ -34,6 +34,7 @@ from tests.programs import (
 )
 
 QUICK = 300
+QUICK_ON_A_GPU = 60
 
 
 @pytest.fixture
@@ -61,9 +62,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def _options(wanted: int | None) -> settings:
+def _options(wanted: int | None, device: str = "cpu") -> settings:
     return settings(
-        max_examples=wanted or QUICK,
+        max_examples=wanted or (QUICK if device == "cpu" else QUICK_ON_A_GPU),
         derandomize=wanted is None,
         deadline=None,
         database=None,
@@ -110,7 +111,7 @@ def _check_many(request: pytest.FixtureRequest, frames: WeakSet[Frame], device: 
     wanted = request.config.getoption("--programs")
     ran = 0
 
-    @_options(wanted)
+    @_options(wanted, device)
     @given(programs())
     def check(program: Program) -> None:
         nonlocal ran

@@ -21,15 +21,18 @@ import sys
 from collections.abc import Generator, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, NoReturn
+from weakref import ref
 
 from torch import Tensor, nn
 
+from rekindle.errors import CheckpointError
 from rekindle.replay.inputs import PACKING
 from rekindle.replay.internals import pop_hooks, push_hooks
 from rekindle.replay.sites import RawSite, library, record
 
 if TYPE_CHECKING:
     from rekindle.replay.fingerprint import Fingerprints
+    from rekindle.replay.frame import Frame
 
 
 class Stop(BaseException):
@@ -40,6 +43,7 @@ class Collected:
     """What a replay saved: the tensors and, if asked for, where."""
 
     __slots__ = (
+        "_frame",
         "detached",
         "ended_elsewhere",
         "parameters",
@@ -49,7 +53,10 @@ class Collected:
         "where",
     )
 
-    def __init__(self, closely: bool = False, values: "Fingerprints | None" = None) -> None:
+    def __init__(
+        self, frame: "Frame", closely: bool = False, values: "Fingerprints | None" = None
+    ) -> None:
+        self._frame = ref(frame)
         self.tensors: list[Tensor] = []
         self.where: list[RawSite] | None = [] if closely or values is not None else None
         self.values = values
@@ -62,6 +69,24 @@ class Collected:
         self.ended_elsewhere = False
         """Whether the last activation that was needed came from a call that the forward made too,
         but in another place: what was saved has shifted."""
+
+    def saved(self, position: int) -> Tensor:
+        """What was saved there: for a backward through the replay's own graph.
+
+        The region itself runs it, or a region nested in it, when this replay is over and its
+        activations are in the slots.
+        """
+        if position < len(self.tensors):
+            return self.tensors[position]
+        frame = self._frame()
+        slot = None if frame is None else frame.slots[position]()
+        if slot is None:
+            raise CheckpointError(
+                "A backward went through a graph that was made in a replay, after the replay: its "
+                "activations are gone. Keep what the region makes in its forward, not in a replay "
+                "(`rekindle.is_recomputing()` tells them apart)."
+            )
+        return slot.value
 
     def detach(self, x: Tensor) -> Tensor:
         """A parameter's data may be exchanged before backward wants it: hold the data, not it."""
@@ -120,6 +145,7 @@ def collect(
             found.look(x)  # type: ignore[arg-type]
         keep(x if type(x) is Tensor else found.detach(x))  # type: ignore[arg-type]
         position += 1
+        x = None  # a generator that is closed may keep its variables
     op = _call_site()
     if early_stop:
         found.ended_elsewhere = op != sites[last][:2] and any(
@@ -128,7 +154,6 @@ def collect(
         early_stop = found.is_worth_stopping(sites)
         if early_stop and not found.may_be_unwritten(sites):
             _stop(found)
-    x = None  # a generator that is closed may keep its variables
     while True:
         x = yield position
         if early_stop and _call_site() != op:

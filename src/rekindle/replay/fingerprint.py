@@ -128,7 +128,9 @@ class Fingerprints:
         pairs = [
             (position, before, after)
             for position, after in replayed.items()
-            if after is not None and (before := self._forward.taken.get(position)) is not None
+            if after is not None
+            and frame.slots[position]() is not None
+            and (before := self._forward.taken.get(position)) is not None
         ]
         if not pairs:
             return

@@ -86,14 +86,6 @@ _read_value = Slot.__dict__["value"].__get__
 """A slot's value, or AttributeError: does not fall into `__getattr__`."""
 
 
-def _is_full(slot: Slot) -> bool:
-    try:
-        _read_value(slot)
-    except AttributeError:
-        return False
-    return True
-
-
 class Frame:
     """One call of a region: entered around its forward, alive until its last slot dies."""
 
@@ -105,6 +97,8 @@ class Frame:
     trace: OpTrace | None = None
     watch: observation.Watch | None = None
     running = False
+    full = False
+    """Whether a replay has filled the slots, and nobody emptied them since."""
     has_one_output = False
     """Whether all that the region made leads to one tensor."""
     looking = False
@@ -126,12 +120,12 @@ class Frame:
         self.hooked = hooks is not None
         self.inputs = Inputs(args, kwargs, hooks)
         self.ambient = ambient.take()
-        modules = reached_from(function, args, kwargs)
+        modules, generators = reached_from(function, args, kwargs)
         if modules:
             self.modules = ModuleState(modules)
         if options.preserve_rng_state:
             self.had_cuda = cuda_in_use()
-            self.rng = random_state.take(self.inputs.devices, self.inputs.generators)
+            self.rng = random_state.take(self.inputs.devices, generators)
         self.slots: list[ref[Slot]] = []
         self.sites: list[RawSite] = []
         self._lock = RLock()
@@ -201,35 +195,42 @@ class Frame:
 
     def fill(self, slot: Slot) -> Tensor:
         """The activation of a slot that has none: from those to be given away, or from a replay."""
-        alone = self._lock.acquire(blocking=False)
-        if not alone:  # another device's thread of the same backward replays
-            self._lock.acquire()
-        try:
-            value = self.away.pop(slot, None) if self.away else None
-            if value is None and (alone or not _is_full(slot)):
+        with self._lock:  # threads of one backward, or of several, may ask at the same time
+            value = self._taken(slot)
+            if value is None:
                 self._replay()
-                value = self.away.pop(slot, None) if self.away else None
-        finally:
-            self._lock.release()
-        if value is None:
-            return _read_value(slot)  # type: ignore[no-any-return]
+                value = self._taken(slot)
         if graph_task_id() == -1:  # somebody reads `grad_fn._saved_…` outside a backward
             self.empty()
         if isinstance(value, _Spoiled):
             raise mismatch.changed_in_place(self, *value)
+        assert value is not None, "a replay fills every slot that lives"
+        return value
+
+    def _taken(self, slot: Slot) -> "Tensor | _Spoiled | None":
+        """What a replay left for a slot, if it did."""
+        if not self.full:
+            return None
+        value = None if self.away is None else self.away.pop(slot, None)
+        if value is None:
+            with suppress(AttributeError):
+                value = _read_value(slot)
         return value
 
     def empty(self) -> None:
         """Let go of every replayed activation that nobody asked for."""
-        self.away = None
-        for weak in self.slots:
-            slot = weak()
-            if slot is not None and _is_full(slot):
-                del slot.value
+        with self._lock:
+            self.full = False
+            self.away = None
+            for weak in self.slots:
+                slot = weak()
+                if slot is not None:
+                    with suppress(AttributeError):
+                        del slot.value
 
     def _replay(self) -> None:
         """Run the region again and fill the slots that live, or raise and fill none."""
-        found = Collected(values=self.values)
+        found = Collected(self, values=self.values)
         try:
             self._run_again(found)
             self._distribute(found)
@@ -264,7 +265,7 @@ class Frame:
             around = self._around()
             if around is None:
                 args, kwargs = self.inputs.again()
-                push_hooks(hook.send, found.tensors.__getitem__)
+                push_hooks(hook.send, found.saved)
                 try:
                     self.function(*args, **kwargs)
                 finally:
@@ -275,7 +276,7 @@ class Frame:
                     if observation.active:
                         watch = observation.Watch(self.function)
                         around.enter_context(watch.replay(lambda: found.detached))
-                    push_hooks(hook.send, found.tensors.__getitem__)
+                    push_hooks(hook.send, found.saved)
                     around.callback(pop_hooks)
                     if self.contexts is not None:
                         around.enter_context(_reusable(self.contexts[1]))
@@ -326,6 +327,7 @@ class Frame:
         # Note [What frees a replayed activation]
         give_away = graph_task_id() == -1 or (keep_graph() and exec_group() is None)
         self.away = None
+        self.full = True
         slots, tensors = self.slots, found.tensors
         for position, (weak, x) in enumerate(zip(slots, tensors, strict=False)):
             slot = weak()
@@ -366,7 +368,7 @@ class Frame:
 
     def _explain(self, position: int, seen: Tensor | None) -> CheckpointError:
         """The error of a replay that went another way: replay once more, to see where."""
-        again = Collected(closely=True)
+        again = Collected(self, closely=True)
         try:
             with suppress(Exception):
                 self._run_again(again)

@@ -40,7 +40,6 @@ class Inputs:
         "_versions",
         "_wanted",
         "devices",
-        "generators",
     )
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _Hooks | None) -> None:
@@ -50,7 +49,6 @@ class Inputs:
         self._wanted: list[bool] = []
         """Which tensors required a gradient, in the order in which they are met."""
         self.devices: set[torch.device] = set()
-        self.generators: list[torch.Generator] = []
         self._args: Any = args
         self._kwargs: Any = kwargs
         self._hooks: list[int] = []
@@ -61,7 +59,6 @@ class Inputs:
             packing = _Packing(hooks, self._note)
             self._args = packing.pack(args)
             self._kwargs = packing.pack(kwargs)
-            self.generators = packing.generators
 
     def _all_simple(self, args: tuple[Any, ...]) -> bool:
         """Note the tensors among the arguments; False if there is more to look at."""
@@ -124,7 +121,6 @@ class _Packing:
         self._note = note
         self._done: dict[int, Any] = {}
         """What the values that may be there twice have become, by their id."""
-        self.generators: list[torch.Generator] = []
 
     def pack(self, value: Any) -> Any:
         kind = type(value)
@@ -150,9 +146,7 @@ class _Packing:
             items, context = node.flatten_fn(value)
             rebuild = functools.partial(_rebuild, node.unflatten_fn, context)
             return _Container(rebuild, [self.pack(item) for item in items])
-        if kind is torch.Generator:
-            self.generators.append(value)
-        elif hasattr(kind, "__next__") and not isinstance(value, io.IOBase):
+        if hasattr(kind, "__next__") and not isinstance(value, io.IOBase):
             raise TypeError(
                 f"A region was called with an iterator ({kind.__name__}): a region runs twice, and "
                 "an iterator can be read once. Pass a list or a tuple."
@@ -215,7 +209,7 @@ class _Fresh:
         if kind is _Container:
             return value.rebuild([self.of(item) for item in value.items])
         if kind is _Packed:
-            return value.get().detach().requires_grad_(next(self._wanted))
+            value = value.get()
         if isinstance(value, Tensor) and value.requires_grad != next(self._wanted):
             return value.detach().requires_grad_(not value.requires_grad)
         return value

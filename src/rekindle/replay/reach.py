@@ -1,4 +1,4 @@
-"""Which modules a region can be seen to reach, so that a replay can take care of their state.
+"""Which modules and random generators a region can be seen to reach: a replay restores their state.
 
 Followed are: modules and what is below them; bound methods; partials; closures, default arguments
 and globals of functions; containers; and the attributes of plain objects, a few steps deep. A
@@ -9,58 +9,62 @@ import functools
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+_Found: TypeAlias = tuple[list[nn.Module], list[torch.Generator]]
 _DEPTH = 6
 _LONG = 256  # a longer container is data, not layers
 _MANY = 10_000
 _ATOMS = frozenset(
     [
         *(type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size),
-        *(Tensor, nn.Parameter, torch.Generator, types.ModuleType, types.BuiltinFunctionType),
+        *(Tensor, nn.Parameter, types.ModuleType, types.BuiltinFunctionType),
     ]
 )
 
 
 def reached_from(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[nn.Module]:
-    """Every module that a call can be seen to reach; one that is shared may be there twice."""
-    roots: list[nn.Module] = []
+) -> tuple[list[nn.Module], list[torch.Generator]]:
+    """Every module and random generator that a call can be seen to reach; some maybe twice."""
+    found: _Found = ([], [])
+    modules = found[0]
     if isinstance(function, nn.Module):
-        roots.append(function)
+        modules.append(function)
     elif type(function) is types.FunctionType:
         for part in _parts_of_function(function):
-            _follow(part, roots, _DEPTH)
+            _follow(part, found, _DEPTH)
     else:
-        _follow(function, roots, _DEPTH)
+        _follow(function, found, _DEPTH)
     for value in args:
         if type(value) not in _ATOMS:
-            _follow(value, roots, _DEPTH)
+            _follow(value, found, _DEPTH)
     for value in kwargs.values():
         if type(value) not in _ATOMS:
-            _follow(value, roots, _DEPTH)
-    for module in roots:  # grows while it is walked
+            _follow(value, found, _DEPTH)
+    for module in modules:  # grows while it is walked
         children = module._modules
         if children:
-            roots.extend([child for child in children.values() if child is not None])
-            if len(roots) > _MANY:  # also what a module that holds itself comes to
-                return list({child: None for root in roots for child in root.modules()})
-    return roots
+            modules.extend([child for child in children.values() if child is not None])
+            if len(modules) > _MANY:  # also what a module that holds itself comes to
+                return list({below: None for top in modules for below in top.modules()}), found[1]
+    return found
 
 
-def _follow(value: Any, roots: list[nn.Module], depth: int) -> None:
+def _follow(value: Any, found: "_Found", depth: int) -> None:
     kind = type(value)
     if kind in _ATOMS or isinstance(value, Tensor | type):
         return
     if isinstance(value, nn.Module):
-        roots.append(value)
+        found[0].append(value)
+    elif kind is torch.Generator:
+        found[1].append(value)
     elif depth > 0:
         for part in _parts(value):
-            _follow(part, roots, depth - 1)
+            _follow(part, found, depth - 1)
 
 
 def _parts(value: Any) -> Iterable[Any]:

@@ -54,12 +54,12 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.positions = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         ctx.save_for_backward(*tensors)
         ctx.ambient = ambient.take()
-        ctx.modules = ModuleState(reached_from(run_function, args, {}))
+        modules, generators = reached_from(run_function, args, {})
+        ctx.modules = ModuleState(modules)
         ctx.had_cuda = cuda_in_use()
         ctx.rng = None
         if preserve_rng_state:
-            own = [arg for arg in args if isinstance(arg, torch.Generator)]
-            ctx.rng = rng.take({t.device for t in tensors if not t.is_cpu}, own)
+            ctx.rng = rng.take({t.device for t in tensors if not t.is_cpu}, generators)
         if observation.active and not recomputing.get():
             observation.Watch(run_function).ran(tensors)
         try:
