@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from rekindle.replay.internals import capturing, version_of, without_modes
+from rekindle.replay.internals import capturing, dispatch_modes, version_of, without_modes
 
 _SMALL = 1 << 16
 
@@ -124,9 +124,8 @@ class _Watched:
         self._copies = {
             name: copy_of(buffer)
             for name, buffer in self._buffers.items()
-            if buffer is not None
-            and not is_lazy(buffer)
-            and (self._known is not False or not _is_costly(buffer))
+            if buffer is not None and (self._known is not False or not _is_costly(buffer))
+            if not is_lazy(buffer)
         }
 
     def may_have_changed(self) -> bool:
@@ -192,5 +191,7 @@ def _is_costly(buffer: Tensor | None) -> bool:
 
 def copy_of(buffer: Tensor) -> Tensor:
     """A copy with no graph behind it, that wants a gradient if the original does."""
+    if not (buffer.requires_grad or dispatch_modes()):
+        return buffer.clone()
     with without_modes():
         return buffer.detach().clone().requires_grad_(buffer.requires_grad)
