@@ -11,6 +11,12 @@ written. A tensor that an earlier op made with a gradient, or a parameter, is su
 other is loose until the op that saves it has ended. With a loose save at the call site of the last
 one, the replay goes on to the next save from another call site, or to the end.
 
+Note [A replay that runs to its end]. Where it need not stop, and nothing is to be looked at on the
+way, the hook is the list's own `append`: no Python runs at all. It hands back nothing, so a region
+that runs a backward of its own is collected with care, and so is one whose parameters' data are
+exchanged before the replay ends (as ZeRO does): that shows as a mismatch, and the replay is
+repeated.
+
 Note [When stopping pays]. To stop is to raise through autograd's C++, which takes the host 20 µs
 with torch's CPU build and over 500 µs with its CUDA build. What is saved is the op that saves last,
 and what follows it. On a device the host's time counts for more than a small op's: there a replay
@@ -23,6 +29,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, NoReturn
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from rekindle.errors import CheckpointError
@@ -46,6 +53,7 @@ class Collected:
         "_frame",
         "detached",
         "ended_elsewhere",
+        "hasty",
         "parameters",
         "stopped",
         "tensors",
@@ -64,6 +72,8 @@ class Collected:
         """Positions of parameters."""
         self.detached = 0
         """How many ops the collecting itself ran."""
+        self.hasty = False
+        """Note [A replay that runs to its end]."""
         self.stopped = False
         """Whether all that was needed was there before the region ended."""
         self.ended_elsewhere = False
@@ -88,11 +98,11 @@ class Collected:
             )
         return slot.value
 
-    def detach(self, x: Tensor) -> Tensor:
+    def detach(self, x: Tensor, position: int) -> Tensor:
         """A parameter's data may be exchanged before backward wants it: hold the data, not it."""
         if not isinstance(x, nn.Parameter):
             return x
-        self.parameters.add(len(self.tensors))
+        self.parameters.add(position)
         self.detached += 1
         return x.detach()
 
@@ -105,25 +115,12 @@ class Collected:
             or (x._is_view() and isinstance(x._base, nn.Parameter))
         )
 
-    def _by_the_last_op(self, sites: Sequence[RawSite]) -> range:
-        """The positions that one call site saved, up to the last."""
-        first = last = len(self.tensors) - 1
-        while first > 0 and sites[first - 1][:2] == sites[last][:2]:
-            first -= 1
-        return range(first, last + 1)
-
     def may_be_unwritten(self, sites: Sequence[RawSite]) -> bool:
         """Whether the op that saves now may yet write to a save. Note [When a replay may stop]."""
-        return not all(
-            self.is_old(position) or sites[position][0] is PACKING
-            for position in self._by_the_last_op(sites)
-        )
-
-    def is_worth_stopping(self, sites: Sequence[RawSite]) -> bool:
-        """Note [When stopping pays]."""
-        if self.tensors[-1].is_cpu:
-            return True
-        return _work([self.tensors[i] for i in self._by_the_last_op(sites)]) >= _WORTH
+        for position in by_the_last_op(sites, len(self.tensors)):
+            if not (self.is_old(position) or sites[position][0] is PACKING):
+                return True
+        return False
 
     def look(self, x: Tensor) -> None:
         """Take down where the region is, and what the tensor holds."""
@@ -143,16 +140,15 @@ def collect(
         x = yield position
         if closely:
             found.look(x)  # type: ignore[arg-type]
-        keep(x if type(x) is Tensor else found.detach(x))  # type: ignore[arg-type]
         position += 1
+        keep(x if type(x) is Tensor else found.detach(x, position))  # type: ignore[arg-type]
         x = None  # a generator that is closed may keep its variables
     op = _call_site()
     if early_stop:
         found.ended_elsewhere = op != sites[last][:2] and any(
             op == site[:2] and not library[op[0].co_filename] for site in sites
         )
-        early_stop = found.is_worth_stopping(sites)
-        if early_stop and not found.may_be_unwritten(sites):
+        if not found.may_be_unwritten(sites):
             _stop(found)
     while True:
         x = yield position
@@ -160,8 +156,8 @@ def collect(
             _stop(found)
         if closely:
             found.look(x)  # type: ignore[arg-type]
-        keep(found.detach(x))  # type: ignore[arg-type]
         position += 1
+        keep(found.detach(x, position))  # type: ignore[arg-type]
         x = None
 
 
@@ -171,14 +167,22 @@ _PER_ELEMENT = 1000
 """Multiplications that take as long as moving one element through memory."""
 
 
-def _work(saved: Sequence[Tensor]) -> int:
-    """How much an op has to do at least, by the shapes of what it saves."""
-    work = max(x.numel() for x in saved) * _PER_ELEMENT
-    for a in saved:
-        for b in saved:
-            if a is not b and a.dim() >= 2 and b.dim() == 2 and a.shape[-1] == b.shape[0]:
-                work = max(work, a.numel() * b.shape[1])
-    return work
+def by_the_last_op(sites: Sequence[RawSite], count: int) -> range:
+    """The last of the first `count` positions, and those before it from the same call site."""
+    first = last = count - 1
+    while first > 0 and sites[first - 1][:2] == sites[last][:2]:
+        first -= 1
+    return range(first, count)
+
+
+def is_worth_stopping(shapes: Sequence[torch.Size]) -> bool:
+    """Whether an op that saves such tensors has enough to do. Note [When stopping pays]."""
+    work = max((shape.numel() for shape in shapes), default=0) * _PER_ELEMENT
+    for i, a in enumerate(shapes):
+        for j, b in enumerate(shapes):
+            if i != j and len(a) >= 2 and len(b) == 2 and a[-1] == b[0]:
+                work = max(work, a.numel() * b[1])
+    return work >= _WORTH
 
 
 def _stop(found: Collected) -> NoReturn:

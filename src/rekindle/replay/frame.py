@@ -34,7 +34,13 @@ from rekindle import observation
 from rekindle.errors import CheckpointError
 from rekindle.replay import ambient, mismatch
 from rekindle.replay import rng as random_state
-from rekindle.replay.collect import Collected, Stop, collect
+from rekindle.replay.collect import (
+    Collected,
+    Stop,
+    by_the_last_op,
+    collect,
+    is_worth_stopping,
+)
 from rekindle.replay.fingerprint import Fingerprints
 from rekindle.replay.inputs import Inputs
 from rekindle.replay.internals import (
@@ -97,6 +103,8 @@ class Frame:
     trace: OpTrace | None = None
     watch: observation.Watch | None = None
     running = False
+    careful = False
+    """Whether a replay is to be looked at save by save. Note [A replay that runs to its end]."""
     full = False
     """Whether a replay has filled the slots, and nobody emptied them since."""
     has_one_output = False
@@ -196,6 +204,7 @@ class Frame:
     def fill(self, slot: Slot) -> Tensor:
         """The activation of a slot that has none: from those to be given away, or from a replay."""
         with self._lock:  # threads of one backward, or of several, may ask at the same time
+            self.careful = self.careful or self.running
             value = self._taken(slot)
             if value is None:
                 self._replay()
@@ -233,7 +242,14 @@ class Frame:
         found = Collected(self, values=self.values)
         try:
             self._run_again(found)
-            self._distribute(found)
+            try:
+                self._distribute(found)
+            except _TooHastyError:
+                found.tensors.clear()
+                self.careful = True
+                found = Collected(self, values=self.values)
+                self._run_again(found)
+                self._distribute(found)
         except BaseException:
             self.empty()
             raise
@@ -246,17 +262,32 @@ class Frame:
             elif not (self.has_one_output and runs_whole_graph()):
                 _empty_when_backward_ends(self)
 
+    def _hook(self, found: Collected) -> "Callable[[Tensor], Any]":
+        """What takes the activations of a replay."""
+        needed = len(self.slots)
+        while self.slots[needed - 1]() is None:
+            needed -= 1
+        stop = self.running or (self.options.early_stop and self._is_worth_stopping(needed))
+        used_up = None in [weak() for weak in self.slots]  # by a backward inside, or by another
+        if not (stop or used_up or self.careful or found.where is not None):
+            found.hasty = True
+            return found.tensors.append
+        hook = collect(found, needed, self.sites, stop)
+        next(hook)
+        return hook.send
+
+    def _is_worth_stopping(self, needed: int) -> bool:
+        last = self.slots[needed - 1]()
+        if last is None or last.meta[2].type == "cpu":
+            return True
+        slots = [self.slots[i]() for i in by_the_last_op(self.sites, needed)]
+        return is_worth_stopping([slot.meta[0] for slot in slots if slot is not None])
+
     def _run_again(self, found: Collected) -> None:
         changed = self.inputs.changed()
         if changed is not None:
             raise mismatch.argument_changed(self, changed)
-        needed = len(self.slots)
-        while self.slots[needed - 1]() is None:
-            needed -= 1
-        # A backward inside the forward must not run ahead of it.
-        stop = self.options.early_stop or self.running
-        hook = collect(found, needed, self.sites, stop)
-        next(hook)
+        hook = self._hook(found)
         grad = grad_enabled()
         token = recomputing.set(True)
         now = None if self.rng is None else random_state.swap(self.rng)
@@ -265,7 +296,7 @@ class Frame:
             around = self._around()
             if around is None:
                 args, kwargs = self.inputs.again()
-                push_hooks(hook.send, found.saved)
+                push_hooks(hook, found.saved)
                 try:
                     self.function(*args, **kwargs)
                 finally:
@@ -276,7 +307,7 @@ class Frame:
                     if observation.active:
                         watch = observation.Watch(self.function)
                         around.enter_context(watch.replay(lambda: found.detached))
-                    push_hooks(hook.send, found.saved)
+                    push_hooks(hook, found.saved)
                     around.callback(pop_hooks)
                     if self.contexts is not None:
                         around.enter_context(_reusable(self.contexts[1]))
@@ -289,7 +320,6 @@ class Frame:
             if not found.stopped:
                 raise
         finally:
-            hook.close()  # the replay's own graph holds it
             self.inputs.take_off_hooks()
             recomputing.reset(token)
             set_grad_enabled(grad)
@@ -329,11 +359,14 @@ class Frame:
         self.away = None
         self.full = True
         slots, tensors = self.slots, found.tensors
-        for position, (weak, x) in enumerate(zip(slots, tensors, strict=False)):
+        for position, (weak, saved) in enumerate(zip(slots, tensors, strict=False)):
             slot = weak()
             if slot is None:
                 continue
+            x = saved if type(saved) is Tensor else found.detach(saved, position)
             if checks and slot.meta != (x.shape, x.dtype, x.device):
+                if found.hasty:
+                    raise _TooHastyError
                 raise self._explain(position, x)
             if slot.version != x._version and (found.is_old(position) or not self._stands_in()):
                 self._keep_for(slot, _Spoiled(position, slot.version, x._version))
@@ -375,6 +408,10 @@ class Frame:
             return mismatch.different(self, position, seen, again)
         finally:
             again.tensors.clear()
+
+
+class _TooHastyError(Exception):
+    """A replay that was not looked at save by save did not fit: look at it."""
 
 
 class _Spoiled(NamedTuple):

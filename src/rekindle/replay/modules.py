@@ -23,11 +23,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rekindle.replay.internals import capturing, dispatch_modes, version_of, without_modes
 
 _SMALL = 1 << 16
+_LAZY = (UninitializedBuffer, UninitializedParameter)
 
 _Buffers: TypeAlias = dict[str, Tensor | None]
 _NOTHING_KNOWN: dict[bool, bool] = {}
@@ -113,26 +114,28 @@ def _replace(old: dict[str, Any], new: dict[str, Any]) -> None:
 class _Watched:
     """The buffers of one module before a forward, and copies of those that may change."""
 
-    __slots__ = ("_buffers", "_copies", "_known", "_mode", "_versions", "module")
+    __slots__ = ("_buffers", "_copies", "_costly", "_known", "_mode", "_versions", "module")
 
     def __init__(self, module: nn.Module, buffers: _Buffers | None = None) -> None:
         self.module = module
         self._mode = module.training
         self._buffers = dict(module._buffers) if buffers is None else buffers
+        self._costly = [_is_costly(buffer) for buffer in self._buffers.values()]
+        self._known: bool | None = None
+        if any(self._costly):
+            self._known = _changes.get(module, _NOTHING_KNOWN).get(self._mode)
         self._versions = [_version(buffer) for buffer in self._buffers.values()]
-        self._known = _changes.get(module, _NOTHING_KNOWN).get(self._mode)
-        self._copies = {
-            name: copy_of(buffer)
-            for name, buffer in self._buffers.items()
-            if buffer is not None and (self._known is not False or not _is_costly(buffer))
-            if not is_lazy(buffer)
-        }
+        self._copies: dict[str, Tensor] = {}
+        if self._known is not False or not all(self._costly):
+            for (name, buffer), costly in zip(self._buffers.items(), self._costly, strict=True):
+                if buffer is None or type(buffer) in _LAZY or (costly and self._known is False):
+                    continue
+                self._copies[name] = copy_of(buffer)
 
     def may_have_changed(self) -> bool:
         """Whether the forward may have changed a buffer; called once, when it has ended."""
-        costly = [_is_costly(buffer) for buffer in self._buffers.values()]
         changed = self._looks_changed()
-        if any(costly):
+        if any(self._costly):
             changed = changed or (self._known is None and self._has_other_content())
             if changed and self._known is False:
                 warnings.warn(
@@ -140,16 +143,18 @@ class _Watched:
                     "time in a while: this once, the region is replayed from its new value.",
                     stacklevel=2,
                 )
-            _changes.setdefault(self.module, {})[self._mode] = bool(changed or self._known)
-        return changed or bool(self._known) or not all(costly)
+            if changed is not self._known and not self._known:
+                _changes.setdefault(self.module, {})[self._mode] = changed
+        return changed or bool(self._known) or not all(self._costly)
 
     def _looks_changed(self) -> bool:
         now = self.module._buffers
-        return (
-            now.keys() != self._buffers.keys()
-            or any(now[name] is not buffer for name, buffer in self._buffers.items())
-            or self._versions != [_version(buffer) for buffer in self._buffers.values()]
-        )
+        if len(now) != len(self._buffers):
+            return True
+        for name, buffer in self._buffers.items():
+            if now.get(name) is not buffer:
+                return True
+        return self._versions != [_version(buffer) for buffer in self._buffers.values()]
 
     def _has_other_content(self) -> bool:
         """Compare with the copies; this waits for the device, once in a module's life."""
@@ -179,13 +184,15 @@ class _Watched:
 
 
 def _version(buffer: Tensor | None) -> int:
-    return -1 if buffer is None or is_lazy(buffer) else version_of(buffer)
+    return -1 if buffer is None or type(buffer) in _LAZY else version_of(buffer)
 
 
 def _is_costly(buffer: Tensor | None) -> bool:
     """Whether copying it at every call would be felt."""
     return (
-        buffer is not None and not is_lazy(buffer) and (buffer.nbytes > _SMALL or not buffer.is_cpu)
+        buffer is not None
+        and type(buffer) not in _LAZY
+        and (buffer.nbytes > _SMALL or not buffer.is_cpu)
     )
 
 
