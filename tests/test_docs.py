@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.figures import pages
 from rekindle.compat import patch
 
 ROOT = Path(__file__).parents[1]
@@ -118,3 +119,9 @@ def test_output_is_compared(expected: str, same: bool) -> None:
 def test_files_and_pages_that_a_page_links_to_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_figures_of_a_page_are_those_of_the_results() -> None:
+    """`python -m benchmarks.figures` writes them."""
+    for page, figures in pages().items():
+        assert figures in page.read_text(), page.name

@@ -1,0 +1,92 @@
+"""The tables in README and docs, made from `benchmarks/results/`: `python -m benchmarks.figures`.
+
+Figures are copied by a program, not by hand: each page has a place between two comments, and this
+fills it. `--check` only says whether the pages are up to date.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+_PLACE = re.compile(r"(<!-- figures: begin[^>]*-->\n).*?(<!-- figures: end -->)", re.DOTALL)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def overhead(results: dict[str, Any], only: Sequence[str] | None = None) -> str:
+    """The host cost of one region: microseconds, and times torch's non-reentrant cost."""
+    regions = {k: v for k, v in results["results"].items() if "torch" in v and k != "no_grad"}
+    names = only or list(next(iter(regions.values())))
+    rows = [
+        [name, *(f"{c[name]['median_us']:.0f} ({c[name]['ratio']:.2f})" for c in regions.values())]
+        for name in names
+    ]
+    return table(["µs over the recompute (times torch's)", *regions], rows)
+
+
+def recompute(results: dict[str, Any], only: Sequence[str] | None = None) -> str:
+    """Time and activation peak of a whole decoder, times plain eager's."""
+    shapes = list(dict.fromkeys(r["shape"] for r in results["results"]))
+    names = only or list(dict.fromkeys(r["strategy"] for r in results["results"]))
+    cells = {(r["strategy"], r["shape"]): r for r in results["results"]}
+    heads = [
+        "every layer a region (times plain)",
+        *(f"{s} {what}" for s in shapes for what in ("time", "peak")),
+    ]
+    keys = [(shape, key) for shape in shapes for key in ("time_ratio", "peak_ratio")]
+    rows = [[name, *(f"{cells[name, s][key]:.2f}" for s, key in keys)] for name in names]
+    return table(heads, rows)
+
+
+def source(results: dict[str, Any], command: str) -> str:
+    device = results["device"] if results["device"] != "cpu" else "CPU, one thread"
+    return f"`{command}`, one run on {device}, torch {results['torch']}:"
+
+
+def pages() -> dict[Path, str]:
+    """What stands between the comments of each page."""
+    host = json.loads((RESULTS / "overhead-cpu.json").read_text())
+    gpu = json.loads((RESULTS / "recompute-h200.json").read_text())
+    first, second = "scripts/bench overhead", "scripts/bench recompute --shape all"
+    short = ["torch", "torch reentrant", "rekindle"]
+    return {
+        ROOT / "README.md": "\n\n".join(
+            [
+                source(host, first),
+                overhead(host, short),
+                source(gpu, second),
+                recompute(gpu, ["plain", *short]),
+            ]
+        ),
+        ROOT / "docs" / "overhead.md": "\n\n".join(
+            [source(host, first), overhead(host), source(gpu, second), recompute(gpu)]
+        ),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if out of date")
+    check = parser.parse_args().check
+    stale = 0
+    for page, figures in pages().items():
+        text = page.read_text()
+        filled = _PLACE.sub(lambda m, f=figures: f"{m[1]}\n{f}\n\n{m[2]}", text)  # type: ignore[misc]
+        if filled != text:
+            stale += 1
+            print(f"{'out of date' if check else 'written'}: {page.relative_to(ROOT)}")
+            if not check:
+                page.write_text(filled)
+    return stale if check else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
