@@ -9,23 +9,18 @@ frees the slot.
 
 Note [What frees a replayed activation]. Without `retain_graph` a node frees its slots right after
 it ran. With `retain_graph` it keeps them, so a slot gives its activation away when asked for it,
-and a second question replays once more. A backward for chosen inputs does not run every node: what
-was replayed for the others is emptied when it ends, unless an exec group is entered, which keeps it
-for the next call.
-
-Note [A full slot is read without Python]. The hook that autograd calls to unpack a slot is an
-`attrgetter`: it reads the slot's `value` without running any Python. A slot that has none falls
-into `__getattr__`, and that is where a replay begins.
+and a second question replays once more. What was replayed for nodes that a backward never runs is
+emptied when it ends; under an exec group, which has more calls to come, when the group dies. A
+backward of the whole graph runs every node that leads to a region's one output, so there is nothing
+to empty then: what the region put aside for later keeps its activations until it is used, or dies.
 """
 
-import operator
 import sys
-import threading
 from _thread import RLock
 from collections.abc import Callable
 from contextlib import ContextDecorator, ExitStack, suppress
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -41,6 +36,7 @@ from rekindle.replay.collect import (
     collect,
     is_worth_stopping,
 )
+from rekindle.replay.emptying import empty_when_backward_ends, empty_when_group_dies
 from rekindle.replay.fingerprint import Fingerprints
 from rekindle.replay.inputs import Inputs
 from rekindle.replay.internals import (
@@ -58,38 +54,16 @@ from rekindle.replay.internals import (
     runs_whole_graph,
     set_grad_enabled,
     top_hooks,
-    when_backward_ends,
 )
 from rekindle.replay.modules import ModuleState
 from rekindle.replay.options import Options
 from rekindle.replay.reach import reached_from
 from rekindle.replay.sites import RawSite, library, with_user_code
+from rekindle.replay.slots import Slot, read_value, unpack
 from rekindle.replay.switches import recomputing
 from rekindle.replay.trace import OpTrace
 
 _getframe = sys._getframe
-
-
-class Slot:
-    """The box that autograd holds in place of one activation."""
-
-    __slots__ = ("__weakref__", "frame", "meta", "value", "version")
-
-    frame: "Frame"
-    meta: tuple[torch.Size, torch.dtype, torch.device]
-    version: int
-    """The activation's version when it was saved."""
-    value: Tensor
-
-    def __getattr__(self, name: str) -> Tensor:
-        if name == "value":
-            return self.frame.fill(self)
-        raise AttributeError(name)
-
-
-_unpack = operator.attrgetter("value")
-_read_value = Slot.__dict__["value"].__get__
-"""A slot's value, or AttributeError: does not fall into `__getattr__`."""
 
 
 class Frame:
@@ -149,7 +123,7 @@ class Frame:
     # Forward
 
     def __enter__(self) -> None:
-        push_hooks(self._pack, _unpack)
+        push_hooks(self._pack, unpack)
         self.running = True
         if observation.active and not recomputing.get():
             self.watch = observation.Watch(self.function)
@@ -223,7 +197,7 @@ class Frame:
         value = None if self.away is None else self.away.pop(slot, None)
         if value is None:
             with suppress(AttributeError):
-                value = _read_value(slot)
+                value = read_value(slot)
         return value
 
     def empty(self) -> None:
@@ -247,6 +221,8 @@ class Frame:
             except _TooHastyError:
                 found.tensors.clear()
                 self.careful = True
+                if self.modules is not None:
+                    self.modules.note_exchange()
                 found = Collected(self, values=self.values)
                 self._run_again(found)
                 self._distribute(found)
@@ -258,9 +234,9 @@ class Frame:
         if graph_task_id() != -1:
             group = exec_group()
             if group is not None:
-                finalize(group, _empty_all, [ref(self)])
+                empty_when_group_dies(group, self)
             elif not (self.has_one_output and runs_whole_graph()):
-                _empty_when_backward_ends(self)
+                empty_when_backward_ends(self)
 
     def _hook(self, found: Collected) -> "Callable[[Tensor], Any]":
         """What takes the activations of a replay."""
@@ -269,7 +245,8 @@ class Frame:
             needed -= 1
         stop = self.running or (self.options.early_stop and self._is_worth_stopping(needed))
         used_up = None in [weak() for weak in self.slots]  # by a backward inside, or by another
-        if not (stop or used_up or self.careful or found.where is not None):
+        exchanged = self.modules is not None and self.modules.exchanges_data()
+        if not (stop or used_up or exchanged or self.careful or found.where is not None):
             found.hasty = True
             return found.tensors.append
         hook = collect(found, needed, self.sites, stop)
@@ -429,47 +406,3 @@ def _reusable(context: Any) -> Any:
     for every call, and so it does here.
     """
     return context._recreate_cm() if isinstance(context, ContextDecorator) else context
-
-
-class _Emptying:
-    """The frames that replayed in one backward; they are emptied when autograd lets go of this.
-
-    Autograd takes it for something to call when the backward ends, and lets go of it then: also if
-    the backward fails, when nothing is called.
-    """
-
-    def __init__(self) -> None:
-        self.frames: list[ref[Frame]] = []
-
-    def __call__(self) -> None:
-        pass
-
-    def __del__(self) -> None:
-        _empty_all(self.frames)
-
-
-class _Current(threading.local):
-    """The backward that runs on this thread, and whom it is to empty."""
-
-    task = -1
-    emptying: ref[_Emptying] | None = None
-
-
-_current = _Current()
-
-
-def _empty_when_backward_ends(frame: Frame) -> None:
-    task = graph_task_id()
-    emptying = None if _current.emptying is None else _current.emptying()
-    if emptying is None or _current.task != task:
-        emptying = _Emptying()
-        when_backward_ends(emptying)
-        _current.task, _current.emptying = task, ref(emptying)
-    emptying.frames.append(ref(frame))
-
-
-def _empty_all(frames: list[ref[Frame]]) -> None:
-    for weak in frames:
-        frame = weak()
-        if frame is not None:
-            frame.empty()

@@ -15,7 +15,8 @@ from rekindle.replay.trace import describe, format_diff, meta
 if TYPE_CHECKING:
     from rekindle.replay.collect import Collected
     from rekindle.replay.fingerprint import Drift
-    from rekindle.replay.frame import Frame, Slot
+    from rekindle.replay.frame import Frame
+    from rekindle.replay.slots import Slot
 
 
 def different(

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ _Buffers: TypeAlias = dict[str, Tensor | None]
 _NOTHING_KNOWN: dict[bool, bool] = {}
 _changes: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
 """Modules with costly buffers that ran in a region before: by mode, did they ever change one?"""
+_exchanging: WeakSet[nn.Module] = WeakSet()
 
 
 class ModuleState:
@@ -66,6 +67,14 @@ class ModuleState:
                 if module not in known:  # its first buffer was made just now
                     self._before.append(_Watched(module, {}))
         self._watched = []
+
+    def note_exchange(self) -> None:
+        """The data of a parameter may have been exchanged between its use and the region's end."""
+        _exchanging.add(self._modules[0])
+
+    def exchanges_data(self) -> bool:
+        """Whether that was noted in a replay of the same modules."""
+        return self._modules[0] in _exchanging
 
     def has_stand_ins(self) -> bool:
         """Whether a replay runs on copies of buffers."""

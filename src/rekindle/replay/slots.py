@@ -1,0 +1,37 @@
+"""The box that autograd holds in place of an activation.
+
+Note [A full slot is read without Python]. The hook that autograd calls to unpack a slot is an
+`attrgetter`: it reads the slot's `value` without running any Python. A slot that has none falls
+into `__getattr__`, and that is where a replay begins.
+"""
+
+import operator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rekindle.replay.frame import Frame
+
+
+class Slot:
+    """The box that autograd holds in place of one activation."""
+
+    __slots__ = ("__weakref__", "frame", "meta", "value", "version")
+
+    frame: "Frame"
+    meta: tuple[torch.Size, torch.dtype, torch.device]
+    version: int
+    """The activation's version when it was saved."""
+    value: Tensor
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name == "value":
+            return self.frame.fill(self)
+        raise AttributeError(name)
+
+
+unpack = operator.attrgetter("value")
+read_value = Slot.__dict__["value"].__get__
+"""A slot's value, or AttributeError: does not fall into `__getattr__`."""
