@@ -1,4 +1,4 @@
-"""What a checkpointed region costs the host: `python -m benchmarks.overhead [--json PATH]`.
+"""What a checkpointed region costs the host: `scripts/bench overhead [--json PATH]`.
 
 On tiny tensors a region's time is almost all Python and dispatch, the same on a GPU that waits for
 its host. The cost is what a checkpointed forward and backward take beyond the work that recomputing
@@ -20,8 +20,6 @@ from benchmarks.decoder import SHAPES, Block, RunBlock, plain
 from benchmarks.measure import Timings, format_table, interleaved, save_json
 from benchmarks.strategies import REKINDLE, TORCH, installed_peers
 
-GOAL_RATIO = 0.33
-GOAL_NO_GRAD_US = 2.0
 STRATEGIES = TORCH | installed_peers() | REKINDLE
 FLOOR = "two forwards, one backward"
 BARE = "bare call"
@@ -127,16 +125,13 @@ def format_training(results: dict[str, dict[str, Cost]]) -> str:
         row = [name]
         for costs in results.values():
             row += [f"{costs[name].median_us:.1f}", f"{costs[name].ratio:.2f}"]
-        rows.append([*row, f"{GOAL_RATIO:.2f}" if name == "rekindle" else ""])
-    return format_table([*header, "goal"], rows)
+        rows.append(row)
+    return format_table(header, rows)
 
 
 def format_no_grad(costs: dict[str, Cost]) -> str:
-    rows = [
-        [name, f"{cost.median_us:.2f}", f"{GOAL_NO_GRAD_US:.2f}" if name == "rekindle" else ""]
-        for name, cost in costs.items()
-    ]
-    return format_table(["µs over a bare call, under no_grad", "function", "goal"], rows)
+    rows = [[name, f"{cost.median_us:.2f}"] for name, cost in costs.items()]
+    return format_table(["µs over a bare call, under no_grad", "function"], rows)
 
 
 def main() -> None:

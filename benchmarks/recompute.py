@@ -1,4 +1,4 @@
-"""Full recompute of every layer, whole decoder: `python -m benchmarks.recompute --shape all`.
+"""Full recompute of every layer, whole decoder: `scripts/bench recompute --shape all`.
 
 Time and activation peak of a forward and backward, relative to plain eager in the same run. Time
 is wall clock from an idle device to an idle device, so it holds the host's part: `small` is made of
@@ -28,7 +28,6 @@ from benchmarks.measure import Timings, environment, format_table, interleaved, 
 from benchmarks.strategies import REKINDLE, TORCH
 
 STRATEGIES: dict[str, RunBlock] = {"plain": plain} | TORCH | REKINDLE
-GOAL_TIME = {("small", "rekindle"): 1.45}
 
 
 @dataclass(frozen=True)
@@ -151,25 +150,21 @@ def format_results(results: list[Result]) -> str:
         "strategy",
         "ms",
         "time ratio",
-        "goal",
         "peak MiB",
         "peak ratio",
         "gradients identical",
     ]
-    rows = []
-    for result in results:
-        goal = GOAL_TIME.get((result.shape, result.strategy))
-        rows.append(
-            [
-                result.strategy,
-                f"{result.milliseconds:.2f}",
-                f"{result.time_ratio:.2f}",
-                "" if goal is None else f"{goal:.2f}",
-                "-" if result.peak_mib is None else f"{result.peak_mib:.0f}",
-                "-" if result.peak_ratio is None else f"{result.peak_ratio:.2f}",
-                "yes" if result.gradients_identical else "no",
-            ]
-        )
+    rows = [
+        [
+            result.strategy,
+            f"{result.milliseconds:.2f}",
+            f"{result.time_ratio:.2f}",
+            "-" if result.peak_mib is None else f"{result.peak_mib:.0f}",
+            "-" if result.peak_ratio is None else f"{result.peak_ratio:.2f}",
+            "yes" if result.gradients_identical else "no",
+        ]
+        for result in results
+    ]
     return format_table(header, rows)
 
 

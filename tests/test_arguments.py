@@ -479,3 +479,19 @@ def test_a_refused_call_leaves_no_region_open() -> None:
     with rekindle.observe() as seen:
         x.sin().sin().sum().backward()
     assert (seen.total.forwards, seen.total.activations_dropped) == (0, 0)
+
+
+def test_a_decorated_function_may_have_a_parameter_named_like_an_option() -> None:
+    x = leaf(3)
+
+    def scaled(x: Tensor, debug: float) -> Tensor:
+        return (x * debug).sin()
+
+    assert_same_step(
+        lambda: scaled(x, debug=2.0), lambda: rekindle.checkpoint()(scaled)(x, debug=2.0), [x]
+    )
+
+
+def test_a_context_fn_that_returns_no_two_contexts_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="two context managers, but returned int"):
+        rekindle.checkpoint(torch.sin, leaf(3), context_fn=lambda: 3)

@@ -187,3 +187,12 @@ def test_eager_regions_around_compiled_modules_train_as_eager_ones() -> None:
         return rekindle.checkpoint(compiled[1], rekindle.checkpoint(compiled[0], x))  # type: ignore[no-any-return]
 
     assert_same_step(plain, regions, [x, *blocks.parameters()])
+
+
+def test_a_region_may_ask_whether_it_is_a_replay() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x: Tensor) -> Tensor:
+        return rekindle.checkpoint(lambda x: x if rekindle.is_recomputing() else x.sin().exp(), x)
+
+    x = torch.ones(3, requires_grad=True)
+    assert torch.equal(compiled(x), x.sin().exp())

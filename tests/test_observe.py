@@ -270,3 +270,13 @@ def test_an_empty_observation_prints_its_total() -> None:
     with rekindle.observe() as seen:
         pass
     assert str(seen).splitlines()[-1].split() == ["total", *["0"] * 7]
+
+
+def test_the_values_check_adds_no_ops_to_the_count() -> None:
+    counts = []
+    for check in ("default", "values"):
+        with rekindle.observe() as seen:
+            y = rekindle.checkpoint(lambda x: x.sin().exp().cos(), leaf(3), determinism_check=check)
+            y.sum().backward()
+        counts.append(seen.total.ops_replayed)
+    assert counts == [2, 2]

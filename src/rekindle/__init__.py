@@ -17,7 +17,7 @@ from rekindle.replay.switches import (
     set_checkpoint_early_stop,
 )
 
-# Uses the names above.
+# Last: compat imports the names above from this module.
 from rekindle.compat.patch import patch_torch  # isort: skip
 
 __all__ = [

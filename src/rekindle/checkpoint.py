@@ -29,7 +29,7 @@ def checkpoint(
     """Run `function(*args, **kwargs)`, hold its inputs only, and replay the rest in backward.
 
     As torch's function of that name, non-reentrant by default. Outputs and gradients are those of
-    the plain call, bit for bit. Called without a function it is a decorator.
+    the plain call, bit for bit. `@rekindle.checkpoint()`, with parentheses, is a decorator.
 
     >>> import torch, rekindle
     >>> x = torch.ones(3, requires_grad=True)
@@ -56,7 +56,8 @@ def checkpoint(
     options = options_of(context_fn, determinism_check, debug, early_stop, preserve_rng_state)
     if function is None:
         if args or kwargs:
-            raise TypeError(f"checkpoint() got arguments but no function: {(*args, *kwargs)}")
+            given = [*(type(arg).__name__ for arg in args), *kwargs]
+            raise TypeError(f"checkpoint() got arguments but no function: {', '.join(given)}")
         return functools.partial(
             _decorate,
             use_reentrant=use_reentrant,
@@ -99,6 +100,8 @@ def _decorate(function: Callable[..., Any], **options: Any) -> Callable[..., Any
 
     @functools.wraps(function)
     def region(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.keys() & options.keys():  # the function's own, not ours
+            return checkpoint(functools.partial(function, **kwargs), *args, **options)
         return checkpoint(function, *args, **options, **kwargs)
 
     return region
@@ -140,15 +143,22 @@ def checkpoint_sequential(
     value = input
     for start in range(0, size * (segments - 1), size):
         value = checkpoint(
-            functools.partial(_run_all, steps[start : start + size]),
+            _Segment(steps[start : start + size], start // size + 1, segments),
             value,
             use_reentrant=use_reentrant,
             preserve_rng_state=preserve_rng_state,
         )
-    return _run_all(steps[size * (segments - 1) :], value)
+    return _Segment(steps[size * (segments - 1) :], segments, segments)(value)
 
 
-def _run_all(steps: list[Callable[..., Any]], value: Any) -> Any:
-    for step in steps:
-        value = step(value)
-    return value
+class _Segment:
+    """Some steps of a sequence, one after the other; errors and counts call it by its number."""
+
+    def __init__(self, steps: list[Callable[..., Any]], number: int, count: int) -> None:
+        self._steps = steps
+        self.__qualname__ = f"segment {number} of {count}"
+
+    def __call__(self, value: Any) -> Any:
+        for step in self._steps:
+            value = step(value)
+        return value

@@ -39,7 +39,7 @@ class Counts:
 
 @dataclass(eq=False)
 class Observation:
-    """Counts per region, by the region's name, and in total; prints as a table."""
+    """Counts per region, by name (`seen.regions["Block"]`), and in `total`; prints as a table."""
 
     regions: dict[str, Counts] = field(default_factory=dict)
 
@@ -47,7 +47,7 @@ class Observation:
     def total(self) -> Counts:
         return sum(self.regions.values(), Counts())
 
-    def of(self, name: str) -> Counts:
+    def _of(self, name: str) -> Counts:
         """The counts of one region, made on first use."""
         return self.regions.setdefault(name, Counts())
 
@@ -120,7 +120,7 @@ class Watch:
     """Reports one region to the observations that were open when it ran."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._counts = [seen.of(region_name(function)) for seen in active]
+        self._counts = [seen._of(region_name(function)) for seen in active]
         self._known: dict[int, StorageWeakRef] = {}
 
     def ran(self, inputs: Iterable[Tensor], held: bool = True) -> None:
@@ -185,6 +185,3 @@ class _OpCounter(TorchDispatchMode):
     ) -> Any:
         self.ops += 1
         return func(*args, **(kwargs or {}))
-
-
-__all__ = ["Counts", "Observation", "format_observation", "observe"]

@@ -19,7 +19,9 @@ _PRIVATE = ("_checkpoint_without_reentrant_generator", "_infer_device_type")
 _originals = {
     name: getattr(torch_module, name)
     for name in (*torch_module.__all__, *_PRIVATE)
-    if getattr(torch_module, name) is not getattr(ours, name)
+    if hasattr(torch_module, name)  # another version of torch may have other names
+    and hasattr(ours, name)
+    and getattr(torch_module, name) is not getattr(ours, name)
 }
 _lock = threading.Lock()
 _active: list["Patch"] = []

@@ -3,7 +3,7 @@
 Of each activation the forward keeps a checksum of its bits that knows their order, its norm and a
 few elements, on its own device and without waiting for it; the replay is compared in one go, with
 one wait. An activation is looked at once the op that saved it has ended, because an op may still
-write to what it saves (`Note [When a replay may stop]` in frame.py).
+write to what it saves (`Note [When a replay may stop]` in collect.py).
 """
 
 import os
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rekindle.replay import mismatch
+from rekindle.replay.internals import without_modes
 from rekindle.replay.sites import RawSite
 from rekindle.replay.trace import describe
 
@@ -95,11 +96,13 @@ class _Recorder:
             return
         if x.dtype == torch.uint64 and x.dim() == 0:  # flash attention saves one it never writes
             return
-        self._pending.append((position, x.detach()))
+        with without_modes():
+            self._pending.append((position, x.detach()))
 
     def close(self) -> None:
-        for position, x in self._pending:
-            self.taken[position] = take(x)
+        with without_modes():
+            for position, x in self._pending:
+                self.taken[position] = take(x)
         self._pending.clear()
 
 
@@ -134,7 +137,10 @@ class Fingerprints:
         ]
         if not pairs:
             return
-        same = torch.stack([(a.checksum == b.checksum).cpu() for _, a, b in pairs]).tolist()
+        equal = [a.checksum == b.checksum for _, a, b in pairs]
+        if len({e.device for e in equal}) > 1:
+            equal = [e.cpu() for e in equal]
+        same = torch.stack(equal).tolist()
         drifts = [_drift(*pair) for pair, equal in zip(pairs, same, strict=True) if not equal]
         if drifts:
             raise mismatch.drifted(frame, drifts)

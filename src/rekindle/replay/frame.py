@@ -113,7 +113,7 @@ class Frame:
         self._lock = RLock()
         if not options.plain:
             if options.context_fn is not None:
-                self.contexts = options.context_fn()
+                self.contexts = _two(options.context_fn())
             if options.determinism_check == "values":
                 self.values = Fingerprints()
                 self.looking = True
@@ -397,6 +397,14 @@ class _Spoiled(NamedTuple):
     position: int
     expected: int
     version: int
+
+
+def _two(contexts: Any) -> tuple[Any, Any]:
+    if not (isinstance(contexts, tuple | list) and len(contexts) == 2):
+        raise TypeError(
+            f"context_fn should return two context managers, but returned {type(contexts).__name__}"
+        )
+    return contexts[0], contexts[1]
 
 
 def _reusable(context: Any) -> Any:

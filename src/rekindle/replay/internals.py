@@ -1,4 +1,6 @@
-"""The private parts of torch that the replay engine touches, all of them, in one place.
+"""The private parts of autograd and of `torch._C` that the replay engine touches.
+
+The switches, torch's own values, are in `switches`, the attention kernels in `ambient`.
 
 Each is used as it is, tried on torch 2.11 and 2.13. Names are bound once, because the engine calls
 them on its hot path.

@@ -80,6 +80,8 @@ def drifted(frame: "Frame", drifts: "list[Drift]") -> CheckpointError:
         "a nondeterministic op (atomics, `index_add`, some convolutions), a random generator that "
         "the region does not get as an argument, or a value outside the region that changed: a "
         "parameter updated between forward and backward, a global, an attribute",
+        "make the region depend on its arguments alone; look at the ops before the place shown, "
+        "and at what they read from outside.",
     )
 
 

@@ -35,6 +35,8 @@ _NOTHING_KNOWN: dict[bool, bool] = {}
 _changes: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
 """Modules with costly buffers that ran in a region before: by mode, did they ever change one?"""
 _exchanging: WeakSet[nn.Module] = WeakSet()
+"""First modules of regions whose parameters' data were exchanged before a replay ended. See Note
+[A replay that runs to its end] in collect.py."""
 
 
 class ModuleState:
@@ -121,7 +123,10 @@ def _replace(old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 class _Watched:
-    """The buffers of one module before a forward, and copies of those that may change."""
+    """The buffers of one module before a forward, and copies of those that may change.
+
+    Note [Buffers are replayed from what they were].
+    """
 
     __slots__ = ("_buffers", "_copies", "_costly", "_known", "_mode", "_versions", "module")
 

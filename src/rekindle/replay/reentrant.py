@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rekindle import observation
+from rekindle.errors import RekindleError
 from rekindle.replay import ambient, rng
 from rekindle.replay.internals import cuda_in_use, runs_whole_graph
 from rekindle.replay.modules import ModuleState
@@ -21,7 +22,7 @@ from rekindle.replay.switches import recomputing
 
 
 def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Each tensor cut off its graph, as a leaf that wants a gradient if it did before."""
+    """Each tensor cut off its graph, as a leaf that wants what it wanted. As torch's function."""
     if not isinstance(inputs, tuple):
         raise RuntimeError(
             f"Only a tuple of tensors can be detached, but got {type(inputs).__name__}"
@@ -33,7 +34,7 @@ def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def check_backward_validity(inputs: Iterable[Any]) -> None:
-    """Warn if no input wants a gradient: the reentrant variant would then give none at all."""
+    """Warn if no input wants a gradient: there would be none at all. As torch's function."""
     if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
         warnings.warn(
             "None of the inputs have requires_grad=True. Gradients will be None", stacklevel=2
@@ -41,7 +42,7 @@ def check_backward_validity(inputs: Iterable[Any]) -> None:
 
 
 class CheckpointFunction(torch.autograd.Function):
-    """The region as one node of the graph: `apply(function, preserve_rng_state, *args)`."""
+    """The region as one node: `apply(function, preserve_rng_state, *args)`. As torch's class."""
 
     @staticmethod
     def forward(
@@ -73,7 +74,7 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         if not runs_whole_graph():
-            raise RuntimeError(
+            raise RekindleError(
                 "A region with use_reentrant=True cannot be used with torch.autograd.grad() or "
                 "with backward(inputs=...): its forward built no graph. Call it with "
                 "use_reentrant=False, or call backward() without inputs."
@@ -89,7 +90,7 @@ class CheckpointFunction(torch.autograd.Function):
             if isinstance(out, Tensor) and out.requires_grad
         ]
         if not pairs:
-            raise RuntimeError(
+            raise RekindleError(
                 "none of output has requires_grad=True, this checkpoint() is not necessary"
             )
         torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])

@@ -33,5 +33,6 @@ class Slot:
 
 
 unpack = operator.attrgetter("value")
+"""Note [A full slot is read without Python]."""
 read_value = Slot.__dict__["value"].__get__
 """A slot's value, or AttributeError: does not fall into `__getattr__`."""

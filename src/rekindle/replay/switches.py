@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+
 from rekindle.compiled.handover import torch_module
 
 _EARLY_STOP = "_enable_checkpoint_early_stop"
@@ -75,4 +77,6 @@ def is_recomputing() -> bool:
     >>> calls
     ['once']
     """
+    if torch.compiler.is_compiling():  # traced once; and Dynamo cannot read a context variable
+        return False
     return recomputing.get()
