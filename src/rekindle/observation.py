@@ -165,16 +165,15 @@ class Watch:
                 counts.ops_replayed += counter.ops - own_ops()
 
 
-class _OpCounter(TorchDispatchMode):
-    """Counts the ops that reach the dispatcher."""
+class OpMode(TorchDispatchMode):
+    """Runs every op as it is, and calls `saw` with it and what it made."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.ops = 0
+    def saw(self, op: Any, made: Any) -> None:
+        raise NotImplementedError
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True
+        return True  # a compiled function is run as one, not looked into
 
     def __torch_dispatch__(
         self,
@@ -183,5 +182,17 @@ class _OpCounter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.saw(func, made)
+        return made
+
+
+class _OpCounter(OpMode):
+    """Counts the ops that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops = 0
+
+    def saw(self, op: Any, made: Any) -> None:  # noqa: ARG002
         self.ops += 1
-        return func(*args, **(kwargs or {}))

@@ -51,7 +51,7 @@ def take() -> Ambient:
 
 def has_autocast(then: Ambient) -> bool:
     """Whether autocast was on for any device type."""
-    return then[7] is not None
+    return then[-2] is not None
 
 
 def _casts() -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
@@ -68,24 +68,24 @@ def _casts() -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
 @contextmanager
 def entered(then: Ambient) -> Iterator[None]:
     """Run as in `then`, and put back what is now, whatever happens."""
-    now = take()
     dtype, *attention, torch_function, priority, casts, device = then
+    dtype_now, *attention_now, torch_function_now, priority_now, casts_now, device_now = take()
     with ExitStack() as stack:
-        if now[0] != dtype:
+        if dtype_now != dtype:
             torch.set_default_dtype(dtype)
-            stack.callback(torch.set_default_dtype, now[0])
-        for allow, before, after in zip(_allow, attention, now[1:5], strict=True):
+            stack.callback(torch.set_default_dtype, dtype_now)
+        for allow, before, after in zip(_allow, attention, attention_now, strict=True):
             if before != after:
                 allow(before)
                 stack.callback(allow, after)
-        if torch_function and not now[5]:
+        if torch_function and not torch_function_now:
             stack.enter_context(torch_function_enabled())
-        if priority is not None and now[6] != priority:
+        if priority is not None and priority_now != priority:
             _set_priority(list(priority))
-            stack.callback(_set_priority, list(now[6] or _priority()))
-        if now[8] != device:
+            stack.callback(_set_priority, list(priority_now))
+        if device_now != device:
             stack.enter_context(device or torch.device("cpu"))
-        for kind, enabled, cast_dtype, cache in casts or _all_off(now[7] or ()):
+        for kind, enabled, cast_dtype, cache in casts or _all_off(casts_now or ()):
             stack.enter_context(
                 torch.autocast(kind, enabled=enabled, dtype=cast_dtype, cache_enabled=cache)
             )

@@ -120,8 +120,6 @@ class Frame:
             if options.debug:
                 self.trace = OpTrace()
 
-    # Forward
-
     def __enter__(self) -> None:
         push_hooks(self._pack, unpack)
         self.running = True
@@ -172,8 +170,6 @@ class Frame:
             if self.watch is not None:
                 self.watch.saved(x)
         return slot
-
-    # Backward
 
     def fill(self, slot: Slot) -> Tensor:
         """The activation of a slot that has none: from those to be given away, or from a replay."""

@@ -20,11 +20,9 @@ from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES
 
 from rekindle.replay.internals import version_of
+from rekindle.replay.reach import PLAIN
 
 _Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-_PLAIN = frozenset(
-    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-)
 
 
 class Inputs:
@@ -65,7 +63,7 @@ class Inputs:
         for arg in args:
             if isinstance(arg, Tensor):
                 self._note(arg)
-            elif type(arg) not in _PLAIN:
+            elif type(arg) not in PLAIN:
                 return False
         return len(self._tensors) < 2 or len(set(map(id, self._tensors))) == len(self._tensors)
 
@@ -124,7 +122,7 @@ class _Packing:
 
     def pack(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return value
         if id(value) not in self._done:
             self._done[id(value)] = self._pack(value, kind)
@@ -195,7 +193,7 @@ class _Fresh:
 
     def of(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return value
         if id(value) not in self._done:
             self._done[id(value)] = self._make(value, kind)

@@ -16,19 +16,21 @@ from torch import Tensor, nn
 
 _Found: TypeAlias = tuple[list[nn.Module], list[torch.Generator]]
 _DEPTH = 6
-_LONG = 256  # a longer container is data, not layers
+"""How many steps to follow: decorators wrap functions a few times over."""
+_LONG = 256
+"""A longer container is data, not layers."""
 _MANY = 10_000
-_ATOMS = frozenset(
-    [
-        *(type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size),
-        *(Tensor, nn.Parameter, types.ModuleType, types.BuiltinFunctionType),
-    ]
+"""More modules than this, and the walk looks for cycles."""
+PLAIN = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 )
+"""Types whose values hold nothing and never change."""
+_ATOMS = PLAIN | {Tensor, nn.Parameter, types.ModuleType, types.BuiltinFunctionType}
 
 
 def reached_from(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[nn.Module], list[torch.Generator]]:
+) -> _Found:
     """Every module and random generator that a call can be seen to reach; some maybe twice."""
     found: _Found = ([], [])
     modules = found[0]
@@ -54,7 +56,7 @@ def reached_from(
     return found
 
 
-def _follow(value: Any, found: "_Found", depth: int) -> None:
+def _follow(value: Any, found: _Found, depth: int) -> None:
     kind = type(value)
     if kind in _ATOMS or isinstance(value, Tensor | type):
         return

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rekindle.observation import OpMode
 from rekindle.replay import sites
 
 _CONTEXT = 2
@@ -75,28 +75,16 @@ def format_diff(trace: OpTrace) -> str:
     return "\n".join(lines)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(OpMode):
     """Appends each op that reaches the dispatcher to a list."""
 
     def __init__(self, ops: list[Op]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ops = ops
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        made = ", ".join(map(describe, tree_leaves(out)))
-        self._ops.append(Op(str(func), made or "nothing", sites.record()))
-        return out
+    def saw(self, op: Any, made: Any) -> None:
+        shown = ", ".join(map(describe, tree_leaves(made)))
+        self._ops.append(Op(str(op), shown or "nothing", sites.record(3)))
 
 
 def describe(value: Any) -> str:
