@@ -1,13 +1,15 @@
 """Fair timing, and the form in which results leave: what every benchmark shares.
 
-Candidates are timed in turn over many short rounds, the first of a round changing every time, so
-that a noisy neighbour or a warming chip hits all of them alike. A figure is the median over rounds;
-a difference or a ratio is taken within one run, never between runs.
+Candidates are timed in turn over many short rounds, in another random order every time: so a noisy
+neighbour or a warming chip hits all of them alike, and none always follows one of its own kind and
+finds the caches warm. A figure is the median over rounds; a difference or a ratio is taken within
+one run, never between runs.
 """
 
 import gc
 import json
 import platform
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,15 +35,15 @@ def interleaved(
     for _ in range(warmup):
         for call in candidates.values():
             call()
-    names = list(candidates)
+    names, order = list(candidates), random.Random(0)
     timings: Timings = {name: [] for name in names}
     with collected_by_hand():
         end = time.perf_counter() + seconds
         for turn in count():
             if turn >= min_rounds and time.perf_counter() > end:
                 return timings
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
+            order.shuffle(names)
+            for name in names:
                 call = candidates[name]
                 synchronize()
                 start = time.perf_counter()
