@@ -26,7 +26,7 @@ def defaults_put_back() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def _same(region: Callable[[Tensor], Any], x: Tensor, around: Callable[[], Any]) -> None:
+def assert_same(region: Callable[[Tensor], Any], x: Tensor, around: Callable[[], Any]) -> None:
     def program(run: bool) -> Any:
         with around():
             return rekindle.checkpoint(region, x) if run else region(x)
@@ -41,7 +41,7 @@ def _scaled_by_new_tensor(x: Tensor) -> Tensor:
 
 
 def test_a_device_context_around_the_forward_is_there_in_replay(x: Tensor) -> None:
-    _same(_scaled_by_new_tensor, x, lambda: torch.device("meta"))
+    assert_same(_scaled_by_new_tensor, x, lambda: torch.device("meta"))
 
 
 def test_a_tensor_made_on_the_default_device_of_the_forward_is_made_there_in_replay() -> None:
@@ -107,7 +107,7 @@ def test_another_torch_function_mode_around_both_is_no_trouble(x: Tensor) -> Non
         def __torch_function__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    _same(lambda x: (x * torch.ones(8)).exp(), x, Quiet)
+    assert_same(lambda x: (x * torch.ones(8)).exp(), x, Quiet)
 
 
 def test_the_default_dtype_of_the_forward_is_there_in_replay(x: Tensor) -> None:
@@ -174,7 +174,7 @@ def q() -> Tensor:
 
 
 def test_sdpa_kernel_around_the_forward_is_there_in_replay(q: Tensor) -> None:
-    _same(_attend, q, lambda: sdpa_kernel(SDPBackend.MATH))
+    assert_same(_attend, q, lambda: sdpa_kernel(SDPBackend.MATH))
 
 
 def test_the_replay_runs_the_attention_kernel_of_the_forward(q: Tensor) -> None:

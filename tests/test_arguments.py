@@ -43,7 +43,7 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, requires_grad=True)
 
 
-def same_as_plain(
+def assert_same_as_plain(
     region: Callable[..., Any], leaves: list[Tensor], *args: Any, **kwargs: Any
 ) -> None:
     """The region runs, replays exactly once, and trains as the plain call does."""
@@ -65,12 +65,12 @@ def test_keyword_arguments_reach_the_region_and_its_replay() -> None:
     def region(x: Tensor, *, other: Tensor, power: int = 2) -> Tensor:
         return (x * other.sin()) ** power
 
-    same_as_plain(region, [x, y], x, other=y, power=3)
+    assert_same_as_plain(region, [x, y], x, other=y, power=3)
 
 
 def test_the_same_argument_may_be_given_twice() -> None:
     x = leaf(3)
-    same_as_plain(lambda a, b: (a * b).sin() * b, [x], x, x)
+    assert_same_as_plain(lambda a, b: (a * b).sin() * b, [x], x, x)
 
 
 def test_tensors_in_nested_lists_tuples_and_dicts_get_gradients() -> None:
@@ -80,17 +80,17 @@ def test_tensors_in_nested_lists_tuples_and_dicts_get_gradients() -> None:
         first, (second, rest) = tree["list"]
         return (first * second.sin() * rest["deep"].cos()).exp()
 
-    same_as_plain(region, [a, b, c], {"list": [a, (b, {"deep": c})], "other": None})
+    assert_same_as_plain(region, [a, b, c], {"list": [a, (b, {"deep": c})], "other": None})
 
 
 def test_a_custom_object_as_argument_works() -> None:
     x = leaf(3)
-    same_as_plain(lambda batch: (batch.hidden * batch.scale).sin().sin(), [x], Batch(x))
+    assert_same_as_plain(lambda batch: (batch.hidden * batch.scale).sin().sin(), [x], Batch(x))
 
 
 def test_a_named_tuple_as_argument_works() -> None:
     x, y = leaf(3), leaf(3)
-    same_as_plain(lambda p: (p.first * p.second).sin() * p.first, [x, y], Pair(x, y))
+    assert_same_as_plain(lambda p: (p.first * p.second).sin() * p.first, [x, y], Pair(x, y))
 
 
 def test_non_tensor_and_none_arguments_reach_the_replay() -> None:
@@ -100,7 +100,7 @@ def test_non_tensor_and_none_arguments_reach_the_replay() -> None:
         assert mask is None
         return getattr(x.to(kind).sin(), how)(dim).sin()
 
-    same_as_plain(region, [x], x, None, 0, torch.float64, "sum")
+    assert_same_as_plain(region, [x], x, None, 0, torch.float64, "sum")
 
 
 def test_integer_and_bool_tensor_arguments_work() -> None:
@@ -109,23 +109,23 @@ def test_integer_and_bool_tensor_arguments_work() -> None:
     def region(table: Tensor, index: Tensor, mask: Tensor) -> Tensor:
         return (table[index].sin() * mask).sin()
 
-    same_as_plain(region, [table], table, index, mask)
+    assert_same_as_plain(region, [table], table, index, mask)
 
 
 def test_a_region_without_arguments_works() -> None:
     x = leaf(3)
-    same_as_plain(lambda: x.sin().sin(), [x])
+    assert_same_as_plain(lambda: x.sin().sin(), [x])
 
 
 def test_frozen_inputs_leave_gradients_to_the_parameters() -> None:
     """Field note 16: inputs that do not require grad, with trainable parameters."""
     model, x = Block(), torch.randn(2, 8)
-    same_as_plain(model, list(model.parameters()), x)
+    assert_same_as_plain(model, list(model.parameters()), x)
 
 
 def test_parameters_reached_through_a_closure_get_gradients() -> None:
     model, scale, x = Mlp(), nn.Parameter(torch.randn(8)), torch.randn(2, 8)
-    same_as_plain(lambda x: model(x) * scale.sin(), [scale, *model.parameters()], x)
+    assert_same_as_plain(lambda x: model(x) * scale.sin(), [scale, *model.parameters()], x)
 
 
 def test_an_activation_reached_through_a_closure_passes_gradients_on() -> None:
@@ -264,7 +264,7 @@ def test_an_inference_tensor_that_no_op_saves_may_be_an_argument() -> None:
     w = leaf(3)
     with torch.inference_mode():
         frozen = torch.randn(3)
-    same_as_plain(lambda frozen: (w + frozen).sin().sin(), [w], frozen)
+    assert_same_as_plain(lambda frozen: (w + frozen).sin().sin(), [w], frozen)
 
 
 def test_an_argument_that_wants_a_gradient_only_after_the_call_is_replayed_as_it_was() -> None:
@@ -289,7 +289,7 @@ def test_arguments_that_do_and_do_not_want_gradients_may_be_mixed_in_any_order()
             x = (x * other).sin()
         return x
 
-    same_as_plain(region, [a, b], frozen[0], [frozen[1], {"w": a}], y=frozen[2], z=b)
+    assert_same_as_plain(region, [a, b], frozen[0], [frozen[1], {"w": a}], y=frozen[2], z=b)
 
 
 def test_a_parameter_unfrozen_before_backward_never_gives_wrong_gradients() -> None:
@@ -315,27 +315,27 @@ def test_a_parameter_unfrozen_before_backward_never_gives_wrong_gradients() -> N
 
 def test_a_tuple_output_works() -> None:
     x = leaf(3)
-    same_as_plain(lambda x: (x.sin().sin(), x.cos().cos(), 3), [x], x)
+    assert_same_as_plain(lambda x: (x.sin().sin(), x.cos().cos(), 3), [x], x)
 
 
 def test_a_nested_dict_output_works() -> None:
     x = leaf(3)
-    same_as_plain(lambda x: {"a": x.sin().sin(), "b": [x.cos().cos(), None]}, [x], x)
+    assert_same_as_plain(lambda x: {"a": x.sin().sin(), "b": [x.cos().cos(), None]}, [x], x)
 
 
 def test_a_dataclass_output_works() -> None:
     x = leaf(3)
-    same_as_plain(lambda x: Result(x.sin().sin(), "logits"), [x], x)
+    assert_same_as_plain(lambda x: Result(x.sin().sin(), "logits"), [x], x)
 
 
 def test_an_output_that_is_an_input_works() -> None:
     x = leaf(3)
-    same_as_plain(lambda x: (x, x.sin().sin()), [x], x)
+    assert_same_as_plain(lambda x: (x, x.sin().sin()), [x], x)
 
 
 def test_an_output_without_gradient_works() -> None:
     x = leaf(3)
-    same_as_plain(lambda x: (x.sin().sin(), x.argmax(), x.detach().exp()), [x], x)
+    assert_same_as_plain(lambda x: (x.sin().sin(), x.argmax(), x.detach().exp()), [x], x)
 
 
 def test_a_region_that_returns_nothing_returns_none() -> None:

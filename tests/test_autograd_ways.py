@@ -26,7 +26,7 @@ def three(x: Tensor) -> Tensor:
     return x.sin().exp().cos()
 
 
-def same_grads(ways: Callable[[Callable[..., Any]], Any]) -> None:
+def assert_same_grads(ways: Callable[[Callable[..., Any]], Any]) -> None:
     """`ways(run)` returns the same tensors, bit for bit, plain and checkpointed."""
     torch.manual_seed(0)
     a = ways(plain)
@@ -49,7 +49,9 @@ def replays(step: Callable[[], Any]) -> int:
 
 def test_autograd_grad_gives_the_plain_gradients() -> None:
     model, x = Block(), leaf(2, 8)
-    same_grads(lambda run: torch.autograd.grad(run(model, x).sum(), [x, *model.parameters()]))
+    assert_same_grads(
+        lambda run: torch.autograd.grad(run(model, x).sum(), [x, *model.parameters()])
+    )
 
 
 def test_autograd_grad_of_a_few_inputs_replays_once() -> None:
@@ -64,7 +66,7 @@ def test_autograd_grad_to_an_activation_outside_the_region_works() -> None:
         hidden = x.exp()
         return torch.autograd.grad(run(three, hidden).sum(), [hidden])
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 def test_backward_with_inputs_fills_only_those() -> None:
@@ -78,7 +80,7 @@ def test_backward_with_inputs_fills_only_those() -> None:
         assert model.mlp.up.weight.grad is None
         return [model.norm.weight.grad]
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 def test_backward_one_parameter_at_a_time_gives_each_its_gradient() -> None:
@@ -90,17 +92,17 @@ def test_backward_one_parameter_at_a_time_gives_each_its_gradient() -> None:
             torch.autograd.grad(loss, p, retain_graph=True)[0] for p in [x, *model.parameters()]
         ]
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 def test_a_gradient_that_is_given_to_backward_is_used() -> None:
     x, seed = leaf(3), torch.randn(3)
-    same_grads(lambda run: torch.autograd.grad(run(three, x), [x], grad_outputs=[seed]))
+    assert_same_grads(lambda run: torch.autograd.grad(run(three, x), [x], grad_outputs=[seed]))
 
 
 def test_batched_gradients_give_the_plain_jacobian() -> None:
     x, rows = leaf(3), torch.eye(3)
-    same_grads(
+    assert_same_grads(
         lambda run: torch.autograd.grad(
             run(three, x), [x], grad_outputs=[rows], is_grads_batched=True
         )
@@ -120,7 +122,7 @@ def test_backward_twice_with_retain_graph_adds_up_as_plain() -> None:
         loss.backward()
         return [x.grad]
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 def test_each_backward_with_retain_graph_replays_once() -> None:
@@ -154,7 +156,7 @@ def test_any_part_of_several_outputs_may_be_used(used: tuple[int, ...]) -> None:
         loss = sum((out[i].sum() for i in used), torch.zeros(()))
         return [g for g in torch.autograd.grad(loss, [x, y], allow_unused=True) if g is not None]
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 def test_a_replay_for_one_output_runs_no_op_after_the_last_that_is_needed() -> None:
@@ -177,7 +179,7 @@ def test_outputs_may_go_backward_one_after_the_other() -> None:
         b.sum().backward()
         return [x.grad]
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 # Higher derivatives
@@ -194,7 +196,7 @@ def test_double_backward_gives_the_plain_gradient_penalty() -> None:
             :-1  # the last bias has no part in the penalty of a sum
         ]
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 def test_third_derivatives_are_the_plain_ones() -> None:
@@ -207,7 +209,7 @@ def test_third_derivatives_are_the_plain_ones() -> None:
             grads.append(out)
         return grads
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 def test_backward_with_create_graph_then_backward_of_the_gradient_works() -> None:
@@ -217,7 +219,7 @@ def test_backward_with_create_graph_then_backward_of_the_gradient_works() -> Non
         (grad,) = torch.autograd.grad(run(three, x).pow(2).sum(), x, create_graph=True)
         return [grad, *torch.autograd.grad(grad.sin().sum(), x)]
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 def test_gradients_taken_inside_a_region_are_the_plain_ones() -> None:
@@ -234,7 +236,7 @@ def test_gradients_taken_inside_a_region_are_the_plain_ones() -> None:
         loss = energy + (forces - 1).pow(2).sum()
         return [energy, forces, *torch.autograd.grad(loss, [x, w])]
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 def test_a_gradient_taken_inside_a_region_for_a_tensor_outside_it_is_the_plain_one() -> None:
@@ -354,7 +356,7 @@ def test_a_tensor_hook_outside_a_region_sees_the_plain_gradient() -> None:
         return seen
 
     x = leaf(3)
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 def test_retain_grad_inside_a_region_keeps_the_plain_gradient() -> None:
@@ -373,7 +375,7 @@ def test_retain_grad_inside_a_region_keeps_the_plain_gradient() -> None:
         run(region, x).sum().backward()
         return [kept[0].grad]
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 def test_module_backward_hooks_see_the_plain_gradients_once() -> None:
@@ -388,7 +390,7 @@ def test_module_backward_hooks_see_the_plain_gradients_once() -> None:
         assert len(seen) == 2
         return [*seen[0], *seen[1]]
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 def test_a_module_backward_hook_on_the_region_itself_changes_the_gradient_as_plain() -> None:
@@ -582,7 +584,7 @@ def test_a_custom_function_may_read_its_saved_tensors_twice_under_retain_graph()
         loss.backward()
         return [x.grad]
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 # Parameters that others swap in
@@ -611,7 +613,7 @@ def test_parameters_given_by_functional_call_are_those_of_the_replay() -> None:
         loss = torch.func.functional_call(model, given, (x,)).sum()
         return torch.autograd.grad(loss, [x, *given.values()])
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 def test_a_step_of_model_agnostic_meta_learning_gives_the_plain_gradients() -> None:
@@ -625,7 +627,7 @@ def test_a_step_of_model_agnostic_meta_learning_gives_the_plain_gradients() -> N
         loss = torch.func.functional_call(model, fast, (x,)).pow(2).sum()
         return torch.autograd.grad(loss, [x, *own.values()])
 
-    same_grads(ways)
+    assert_same_grads(ways)
 
 
 # Copies of models

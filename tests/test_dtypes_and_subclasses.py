@@ -15,7 +15,9 @@ import rekindle
 from tests.toys import assert_same_step, same_bits
 
 
-def _same(region: Callable[..., Tensor], *args: Any, leaves: list[Tensor] | None = None) -> None:
+def assert_same(
+    region: Callable[..., Tensor], *args: Any, leaves: list[Tensor] | None = None
+) -> None:
     wanted = leaves or [a for a in args if isinstance(a, Tensor) and a.requires_grad]
     assert_same_step(lambda: region(*args), lambda: rekindle.checkpoint(region, *args), wanted)
 
@@ -56,7 +58,7 @@ def test_a_lazily_conjugated_argument() -> None:
 def test_a_sparse_argument() -> None:
     adjacency = torch.eye(4).to_sparse()
     x = torch.randn(4, 3, requires_grad=True)
-    _same(lambda a, x: torch.sparse.mm(a, x.exp()).sin(), adjacency, x)
+    assert_same(lambda a, x: torch.sparse.mm(a, x.exp()).sin(), adjacency, x)
 
 
 def test_a_sparse_argument_that_wants_a_gradient() -> None:
@@ -80,14 +82,14 @@ def test_a_sparse_tensor_made_and_saved_inside() -> None:
     def region(x: Tensor) -> Tensor:
         return torch.sparse.mm(x.relu().to_sparse(), x.exp()).sin()
 
-    _same(region, x)
+    assert_same(region, x)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_a_csr_argument() -> None:
     adjacency = torch.eye(4).to_sparse_csr()
     x = torch.randn(4, 3, requires_grad=True)
-    _same(lambda a, x: (a @ x.exp()).sin(), adjacency, x)
+    assert_same(lambda a, x: (a @ x.exp()).sin(), adjacency, x)
 
 
 def test_an_embedding_with_sparse_gradients() -> None:
@@ -107,12 +109,12 @@ def test_an_embedding_with_sparse_gradients() -> None:
 def test_bf16() -> None:
     layer = nn.Linear(8, 8, dtype=torch.bfloat16)
     x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
-    _same(lambda x: layer(x).exp().sin(), x, leaves=[x, *layer.parameters()])
+    assert_same(lambda x: layer(x).exp().sin(), x, leaves=[x, *layer.parameters()])
 
 
 def test_fp16() -> None:
     x = torch.randn(4, 8, dtype=torch.float16, requires_grad=True)
-    _same(lambda x: (x @ x.t()).tanh().sin(), x)
+    assert_same(lambda x: (x @ x.t()).tanh().sin(), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -122,7 +124,7 @@ def test_fp8_casts(dtype: torch.dtype) -> None:
     def region(x: Tensor) -> Tensor:
         return (x.exp().to(dtype).to(torch.float32) * x).sin()
 
-    _same(region, x)
+    assert_same(region, x)
 
 
 def test_an_activation_that_is_held_in_fp8() -> None:
@@ -138,18 +140,18 @@ def test_an_activation_that_is_held_in_fp8() -> None:
             return 2 * grad * x.float()
 
     x = torch.randn(4, 8, requires_grad=True)
-    _same(lambda x: Compressed.apply(x.sin()).exp(), x)
+    assert_same(lambda x: Compressed.apply(x.sin()).exp(), x)
 
 
 def test_an_fp8_argument() -> None:
     x, scale = torch.randn(8, requires_grad=True), torch.randn(8).to(torch.float8_e4m3fn)
-    _same(lambda x, s: (x.exp() * s.float()).sin(), x, scale)
+    assert_same(lambda x, s: (x.exp() * s.float()).sin(), x, scale)
 
 
 def test_integer_and_boolean_tensors() -> None:
     x, index = torch.randn(4, 8, requires_grad=True), torch.tensor([2, 0])
     mask = torch.arange(8) % 2 == 0
-    _same(lambda x, i, m: x.exp()[i].masked_fill(m, 0.5).sin(), x, index, mask)
+    assert_same(lambda x, i, m: x.exp()[i].masked_fill(m, 0.5).sin(), x, index, mask)
 
 
 # Shapes and strides
@@ -158,11 +160,11 @@ def test_integer_and_boolean_tensors() -> None:
 def test_a_zero_size_tensor() -> None:
     x = torch.randn(0, 8, requires_grad=True)
     layer = nn.Linear(8, 4)
-    _same(lambda x: layer(x).exp().sin(), x, leaves=[x, *layer.parameters()])
+    assert_same(lambda x: layer(x).exp().sin(), x, leaves=[x, *layer.parameters()])
 
 
 def test_a_tensor_without_dimensions() -> None:
-    _same(lambda x: x.exp().sin(), torch.tensor(0.5, requires_grad=True))
+    assert_same(lambda x: x.exp().sin(), torch.tensor(0.5, requires_grad=True))
 
 
 def test_an_expanded_argument() -> None:
@@ -186,12 +188,12 @@ def test_a_non_contiguous_argument() -> None:
 def test_a_channels_last_argument() -> None:
     conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last).requires_grad_()
-    _same(lambda x: conv(x.exp()).relu(), x, leaves=[x, *conv.parameters()])
+    assert_same(lambda x: conv(x.exp()).relu(), x, leaves=[x, *conv.parameters()])
 
 
 def test_an_expanded_tensor_made_inside() -> None:
     x = torch.randn(4, 1, requires_grad=True)
-    _same(lambda x: (x.exp().expand(4, 8) * x).sin(), x)
+    assert_same(lambda x: (x.exp().expand(4, 8) * x).sin(), x)
 
 
 # Parameters and inference tensors
@@ -199,19 +201,19 @@ def test_an_expanded_tensor_made_inside() -> None:
 
 def test_a_parameter_as_an_argument() -> None:
     x, weight = torch.randn(4, 8, requires_grad=True), nn.Parameter(torch.randn(8, 8))
-    _same(lambda x, w: (x @ w).exp() @ w, x, weight)
+    assert_same(lambda x, w: (x @ w).exp() @ w, x, weight)
 
 
 def test_a_parameter_as_the_only_argument() -> None:
     weight = nn.Parameter(torch.randn(8, 8))
-    _same(lambda w: (w @ w.t()).tanh(), weight)
+    assert_same(lambda w: (w @ w.t()).tanh(), weight)
 
 
 def test_an_argument_made_in_inference_mode() -> None:
     x = torch.randn(4, requires_grad=True)
     with torch.inference_mode():
         shift = torch.ones(4)
-    _same(lambda x, s: (x + s).exp(), x, shift)
+    assert_same(lambda x, s: (x + s).exp(), x, shift)
 
 
 # Subclasses
@@ -308,7 +310,7 @@ def test_a_torch_function_subclass_parameter_is_held_as_its_data() -> None:
         pass
 
     weight, x = Marked(torch.randn(8, 8)), torch.randn(4, 8, requires_grad=True)
-    _same(lambda x: (x @ weight).exp() @ weight, x, leaves=[x, weight])
+    assert_same(lambda x: (x @ weight).exp() @ weight, x, leaves=[x, weight])
 
 
 @pytest.fixture
@@ -351,7 +353,7 @@ def test_a_dtensor_made_inside_a_region(mesh: Any) -> None:
         split = DTensor.from_local(x.exp(), mesh, [Shard(0)], run_check=False)
         return (split * split).sin().to_local()
 
-    _same(region, x)
+    assert_same(region, x)
 
 
 def test_a_dtensor_with_the_values_check_and_debug(mesh: Any) -> None:

@@ -6,6 +6,7 @@ threads of its own.
 """
 
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -166,10 +167,11 @@ class Watch:
 
 
 class OpMode(TorchDispatchMode):
-    """Runs every op as it is, and calls `saw` with it and what it made."""
+    """Runs every op as it is, and tells a subclass of it."""
 
+    @abstractmethod
     def saw(self, op: Any, made: Any) -> None:
-        raise NotImplementedError
+        """An op ran, and made this."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
