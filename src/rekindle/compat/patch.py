@@ -8,7 +8,7 @@ ours for torch's is given torch's.
 import inspect
 import sys
 import threading
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Self
 
 import torch.utils.checkpoint as torch_module
@@ -63,12 +63,7 @@ class Patch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
 

@@ -197,8 +197,14 @@ class Frame:
         return value
 
     def empty(self) -> None:
-        """Let go of every replayed activation that nobody asked for."""
-        with self._lock:
+        """Let go of every replayed activation that nobody asked for.
+
+        Unless another thread replays just now: it wants them, and empties the frame in its turn. To
+        wait for it could be to wait for ever, if it waits for a region that this thread replays.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             self.full = False
             self.away = None
             for weak in self.slots:
@@ -206,6 +212,8 @@ class Frame:
                 if slot is not None:
                     with suppress(AttributeError):
                         del slot.value
+        finally:
+            self._lock.release()
 
     def _replay(self) -> None:
         """Run the region again and fill the slots that live, or raise and fill none."""
@@ -242,7 +250,9 @@ class Frame:
         stop = self.running or (self.options.early_stop and self._is_worth_stopping(needed))
         used_up = None in [weak() for weak in self.slots]  # by a backward inside, or by another
         exchanged = self.modules is not None and self.modules.exchanges_data()
-        if not (stop or used_up or exchanged or self.careful or found.where is not None):
+        unchecked = self.options.determinism_check == "none"  # nothing would tell of an exchange
+        careful = used_up or exchanged or unchecked or self.careful or found.where is not None
+        if not (stop or careful):
             found.hasty = True
             return found.tensors.append
         hook = collect(found, needed, self.sites, stop)

@@ -1,6 +1,5 @@
 """Exec groups: several backward calls over disjoint parts of one graph replay a region once."""
 
-from types import TracebackType
 from typing import Self
 
 from rekindle.replay.internals import exec_group, set_exec_group
@@ -31,12 +30,7 @@ class GraphExecGroup:
         set_exec_group(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         set_exec_group(None)
 
     @classmethod

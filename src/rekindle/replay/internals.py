@@ -48,19 +48,28 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """Turn gradients on or off on this thread. Public form: `torch.enable_grad`, a context manager."""
 
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+"""Whether gradients are on. Public."""
+
 cuda_in_use: Callable[[], bool] = torch.cuda.is_initialized
+"""Whether this process has begun to use CUDA. Public."""
+
 current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 """The current CUDA device, once CUDA is in use. Public form: `torch.cuda.current_device`."""
 
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 """How many torch-function modes are entered (a `torch.device` context is one)."""
 
-
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many dispatch modes are entered. No public form."""
 
 torch_function_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 """Whether `__torch_function__` of tensor subclasses is looked at. No public form."""
+
+func_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""The innermost `torch.func` transform (grad, vmap, …) that runs here, or None. No public form."""
+
+runs_whole_graph: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
+"""Whether the backward that runs was called without chosen inputs. No public form."""
 
 
 def capturing() -> bool:
@@ -115,10 +124,3 @@ def outside_old_vmap(level: int) -> Iterator[None]:
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that is running on this thread ends. No public form."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-func_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-"""The innermost `torch.func` transform (grad, vmap, …) that runs here, or None. No public form."""
-
-runs_whole_graph: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
-"""Whether the backward that runs was called without chosen inputs. No public form."""
