@@ -2,8 +2,9 @@
 
 from rekindle.checkpoint import checkpoint, checkpoint_sequential
 from rekindle.compiled.handover import noop_context_fn
-from rekindle.errors import CheckpointError, RekindleError
-from rekindle.observation import Counts, Observation, observe
+from rekindle.errors import CheckpointError, OffloadError, RekindleError
+from rekindle.observation import Counts, Observation, Traffic, observe
+from rekindle.offload.context import Offload, offload
 from rekindle.replay.groups import GraphExecGroup
 from rekindle.replay.reentrant import (
     CheckpointFunction,
@@ -27,7 +28,10 @@ __all__ = [
     "DefaultDeviceType",
     "GraphExecGroup",
     "Observation",
+    "Offload",
+    "OffloadError",
     "RekindleError",
+    "Traffic",
     "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",
@@ -36,6 +40,7 @@ __all__ = [
     "is_recomputing",
     "noop_context_fn",
     "observe",
+    "offload",
     "patch_torch",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.compiled.handover import hand_over, noop_context_fn
+from rekindle.internals import func_transform
 from rekindle.replay.frame import Frame
-from rekindle.replay.internals import func_transform
 from rekindle.replay.options import ContextFn, DeterminismCheck, options_of
 from rekindle.replay.reentrant import CheckpointFunction
 

@@ -2,7 +2,8 @@
 
     RuntimeError
     └── RekindleError          anything that goes wrong while a model trains
-        └── CheckpointError    a replay did not match its forward
+        ├── CheckpointError    a replay did not match its forward
+        └── OffloadError       an activation could not be moved away, or be brought back
 
 Misuse at the call is a plain `ValueError` or `TypeError`.
 """
@@ -14,3 +15,7 @@ class RekindleError(RuntimeError):
 
 class CheckpointError(RekindleError):
     """A replay did not give back what its forward made; the message says where they part."""
+
+
+class OffloadError(RekindleError):
+    """There was no room for an activation, or it could not be read back; the message says why."""

@@ -38,11 +38,54 @@ class Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
+@dataclass
+class Traffic:
+    """What went to one tier, host memory or disk, and came back."""
+
+    tensors_out: int = 0
+    bytes_out: int = 0
+    tensors_in: int = 0
+    bytes_in: int = 0
+    tensors_derived: int = 0
+    """Activations that were neither kept nor sent, but made again from others."""
+    bytes_derived: int = 0
+    prefetch_hits: int = 0
+    """Activations that were on their way when backward wanted them, or there."""
+    prefetch_misses: int = 0
+    pool_bytes: int = 0
+    """The most memory, or disk, that was set aside."""
+    _waits: list[Callable[[], float]] = field(default_factory=list, repr=False)
+
+    @property
+    def seconds_waited(self) -> float:
+        """How long the device waited for copies; asks it for the time, and so waits for it."""
+        self._waits[:] = [functools.partial(float, sum(wait() for wait in self._waits))]
+        return self._waits[0]()
+
+    def add(self, pool_bytes: int, **counts: int) -> None:
+        self.pool_bytes = max(self.pool_bytes, pool_bytes)
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
+
+    def add_wait(self, seconds: Callable[[Any, Any], float], begin: Any, end: Any) -> None:
+        self._waits.append(functools.partial(seconds, begin, end))
+
+
 @dataclass(eq=False)
 class Observation:
-    """Counts per region, by name (`seen.regions["Block"]`), and in `total`; prints as a table."""
+    """What was seen; prints as tables.
+
+    Counts per region, by name (`seen.regions["Block"]`), and in `total`; what was offloaded to host
+    memory in `offload`, what was spilled to disk in `spill`.
+    """
 
     regions: dict[str, Counts] = field(default_factory=dict)
+    offload: Traffic = field(default_factory=Traffic)
+    spill: Traffic = field(default_factory=Traffic)
+
+    def traffic(self, tier: str) -> Traffic:
+        """What went to a tier, by the name it has in `rekindle.offload`."""
+        return self.offload if tier == "host" else self.spill
 
     @property
     def total(self) -> Counts:
@@ -57,11 +100,29 @@ class Observation:
 
 
 def format_observation(seen: Observation) -> str:
-    """The observation as a table, one row per region and one in total."""
-    heads = [f.name.replace("_", " ") for f in fields(Counts)]
-    rows = [[name, *_cells(counts)] for name, counts in seen.regions.items()]
-    rows.append(["total", *_cells(seen.total)])
-    table = [["region", *heads], *rows]
+    """The observation as tables: a row per region and one in total, a row per tier in use."""
+    tables = []
+    fates = {"offload": seen.offload, "spill": seen.spill}
+    moved = {fate: traffic for fate, traffic in fates.items() if traffic.tensors_out}
+    if seen.regions or not moved:
+        heads = [f.name.replace("_", " ") for f in fields(Counts)]
+        rows = [[name, *_cells(counts)] for name, counts in seen.regions.items()]
+        tables.append([["region", *heads], *rows, ["total", *_cells(seen.total)]])
+    if moved:
+        names = [f.name for f in fields(Traffic) if f.name != "_waits"]
+        rows = [
+            [
+                fate,
+                *(f"{getattr(traffic, name):,}" for name in names),
+                f"{traffic.seconds_waited:.3f}",
+            ]
+            for fate, traffic in moved.items()
+        ]
+        tables.append([["fate", *(n.replace("_", " ") for n in names), "seconds waited"], *rows])
+    return "\n\n".join(map(_format_table, tables))
+
+
+def _format_table(table: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     lines = [
         "  ".join(

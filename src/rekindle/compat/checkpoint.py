@@ -28,8 +28,8 @@ from rekindle import (
     set_checkpoint_early_stop,
     set_device_states,
 )
+from rekindle.internals import func_transform, grad_enabled
 from rekindle.replay.frame import Frame
-from rekindle.replay.internals import func_transform, grad_enabled
 from rekindle.replay.options import ContextFn, options_of
 from rekindle.replay.rng import infer_device_type
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rekindle.replay.internals import (
+from rekindle.internals import (
     any_autocast,
     cuda_in_use,
     function_modes,

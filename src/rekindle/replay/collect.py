@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.errors import CheckpointError
+from rekindle.internals import pop_hooks, push_hooks
 from rekindle.replay.inputs import PACKING
-from rekindle.replay.internals import pop_hooks, push_hooks
 from rekindle.replay.sites import RawSite, library, record
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rekindle.internals import without_modes
 from rekindle.replay import mismatch
-from rekindle.replay.internals import without_modes
 from rekindle.replay.sites import RawSite
 from rekindle.replay.trace import describe
 

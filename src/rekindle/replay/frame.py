@@ -26,20 +26,9 @@ import torch
 from torch import Tensor
 
 from rekindle import observation
+from rekindle.emptying import empty_when_backward_ends, empty_when_group_dies
 from rekindle.errors import CheckpointError
-from rekindle.replay import ambient, mismatch
-from rekindle.replay import rng as random_state
-from rekindle.replay.collect import (
-    Collected,
-    Stop,
-    by_the_last_op,
-    collect,
-    is_worth_stopping,
-)
-from rekindle.replay.emptying import empty_when_backward_ends, empty_when_group_dies
-from rekindle.replay.fingerprint import Fingerprints
-from rekindle.replay.inputs import Inputs
-from rekindle.replay.internals import (
+from rekindle.internals import (
     cuda_in_use,
     exec_group,
     func_transform,
@@ -55,6 +44,17 @@ from rekindle.replay.internals import (
     set_grad_enabled,
     top_hooks,
 )
+from rekindle.replay import ambient, mismatch
+from rekindle.replay import rng as random_state
+from rekindle.replay.collect import (
+    Collected,
+    Stop,
+    by_the_last_op,
+    collect,
+    is_worth_stopping,
+)
+from rekindle.replay.fingerprint import Fingerprints
+from rekindle.replay.inputs import Inputs
 from rekindle.replay.modules import ModuleState
 from rekindle.replay.options import Options
 from rekindle.replay.reach import reached_from

@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from rekindle.replay.internals import exec_group, set_exec_group
+from rekindle.internals import exec_group, set_exec_group
 
 
 class GraphExecGroup:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES
 
-from rekindle.replay.internals import version_of
+from rekindle.internals import version_of
 from rekindle.replay.reach import PLAIN
 
 _Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

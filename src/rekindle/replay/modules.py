@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rekindle.replay.internals import capturing, dispatch_modes, version_of, without_modes
+from rekindle.internals import capturing, dispatch_modes, version_of, without_modes
 
 _SMALL = 1 << 16
 _LAZY = (UninitializedBuffer, UninitializedParameter)

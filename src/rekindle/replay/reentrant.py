@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rekindle import observation
 from rekindle.errors import RekindleError
+from rekindle.internals import cuda_in_use, runs_whole_graph
 from rekindle.replay import ambient, rng
-from rekindle.replay.internals import cuda_in_use, runs_whole_graph
 from rekindle.replay.modules import ModuleState
 from rekindle.replay.reach import reached_from
 from rekindle.replay.switches import recomputing

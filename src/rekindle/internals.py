@@ -1,9 +1,9 @@
-"""The private parts of autograd and of `torch._C` that the replay engine touches.
+"""The private parts of autograd and of `torch._C` that the engines touch.
 
 The switches, torch's own values, are in `switches`, the attention kernels in `ambient`.
 
-Each is used as it is, tried on torch 2.11 and 2.13. Names are bound once, because the engine calls
-them on its hot path.
+Each is used as it is, tried on torch 2.11 and 2.13. Names are bound once, because the engines call
+them on their hot paths.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 _autograd = torch._C._autograd
@@ -124,3 +125,31 @@ def outside_old_vmap(level: int) -> Iterator[None]:
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that is running on this thread ends. No public form."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def versions_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without data that shares the version counter of `tensor`. No public form."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
+
+
+def storage_again(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage behind a weak reference, if somebody still holds it. No public form."""
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors and storage objects hold a storage. No public form."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """What saved-tensor hooks packed for a node's saved tensor `name`; None if it saved none.
+
+    The public form, `node._saved_<name>`, unpacks it.
+    """
+    try:
+        return getattr(node, f"_raw_saved_{name}").data
+    except RuntimeError:  # a backward has freed it
+        return None

@@ -1,0 +1,191 @@
+"""An activation in the engine's keeping, and the saved tensors that are views of it.
+
+What moves is the storage, once, however many saved tensors show parts of it; they are made again
+as views of it when backward asks for them.
+"""
+
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rekindle.errors import RekindleError
+from rekindle.internals import storage_again, storage_users, version_of, versions_of
+
+if TYPE_CHECKING:
+    from rekindle.offload.lane import Lane
+    from rekindle.offload.step import Step
+    from rekindle.offload.tiers import Copy
+
+
+class Activation:
+    """One storage that autograd saved, wherever its bytes are now."""
+
+    __slots__ = (
+        "__weakref__",
+        "copy",
+        "counted",
+        "here",
+        "index",
+        "is_coming",
+        "is_loose",
+        "lane",
+        "nbytes",
+        "step",
+        "storage",
+        "version",
+        "versions",
+        "was_away",
+    )
+
+    def __init__(
+        self, lane: "Lane", step: "Step", x: Tensor, storage: torch.UntypedStorage
+    ) -> None:
+        self.lane = lane
+        self.step = step
+        self.index = len(step.activations)
+        self.nbytes = self.counted = storage.nbytes()
+        """Its size, and what of it counts as being on the device while it is here."""
+        self.here: Tensor | None = bytes_of(storage, x.device)
+        """The bytes on the device, or None while they are away."""
+        self.copy: Copy | None = None
+        self.is_coming = self.was_away = False
+        self.is_loose = x.grad_fn is None
+        """Whether nothing shows that an op made it: Note [Whose tensor is it]."""
+        self.storage = StorageWeakRef(storage)
+        self.version = version_of(x)
+        self.versions = versions_of(x)
+
+    def weak(self) -> "ref[Activation]":
+        return ref(self)
+
+    def derive_from(self, derivation: "Copy") -> None:
+        """It is neither kept nor sent, but made again."""
+        self.copy = derivation
+        self.index = -1
+        self.counted = 0
+        self.let_go()
+
+    @property
+    def is_derived(self) -> bool:
+        return self.index < 0
+
+    def is_away(self) -> bool:
+        """Whether it has to be fetched before it can be used."""
+        return self.here is None and not self.is_coming
+
+    def return_away(self) -> bool:
+        """Let go of bytes that were fetched, or are being fetched; False if there are none."""
+        if self.copy is None or not (self.is_coming or (self.was_away and self.here is not None)):
+            return False
+        self.copy.drop()
+        self.is_coming = False
+        self.here = None
+        return True
+
+    def let_go(self) -> None:
+        """The bytes are safe elsewhere."""
+        self.was_away = True
+        self.here = None
+
+    def is_left_to_us(self) -> bool:
+        """Whether nobody but the engine holds the bytes; asked while they are here."""
+        storage = storage_again(self.storage)
+        # Two are ours: `here`, and the object that was made for counting.
+        return storage is None or storage_users(storage) <= 2
+
+    def __del__(self) -> None:
+        is_here = self.here is not None or self.is_coming
+        self.lane.departed.append((self.step, self.counted if is_here else 0))
+        if self.copy is not None:
+            self.copy.close()
+
+
+class Saved:
+    """A tensor that autograd saved: which part of an activation it shows."""
+
+    __slots__ = ("activation", "dtype", "offset", "origin", "shape", "stride", "version")
+
+    def __init__(self, activation: Activation, x: Tensor) -> None:
+        self.activation = activation
+        self.dtype = x.dtype
+        self.shape = x.shape
+        self.stride = x.stride()
+        self.offset = x.storage_offset()
+        self.version = version_of(x)
+        self.origin = x.grad_fn and x.grad_fn.name()
+
+    def get(self) -> Tensor:
+        """The tensor as it was, once its bytes are here."""
+        activation = self.activation
+        if activation.versions._version != self.version:
+            raise changed_in_place(self, activation.versions._version)
+        data = activation.lane.ask(activation)
+        view = torch.empty(0, dtype=self.dtype, device=data.device)
+        return view.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+class Kept:
+    """A tensor that autograd saved and that stays as it is."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, x: Tensor) -> None:
+        # An output of the op that saves it would hold the op, and the op it: a cycle.
+        self.tensor = x if x.grad_fn is None else x.detach()
+        self.version = version_of(x)
+
+    def get(self) -> Tensor:
+        """The tensor, if nobody changed it since."""
+        if self.version != version_of(self.tensor):
+            raise changed_in_place(self, self.tensor._version)
+        return self.tensor
+
+
+def unpack(saved: Saved | Kept) -> Tensor:
+    """What autograd asks for a saved tensor."""
+    return saved.get()
+
+
+def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    """A storage as a tensor of bytes."""
+    whole = torch.empty(0, dtype=torch.uint8, device=device)
+    return whole.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def may_move(x: Tensor, min_bytes: int) -> bool:
+    """Whether a saved tensor is an activation that can be put together again from its bytes.
+
+    Note [Whose tensor is it]. A parameter, or a view of one, is never moved; nor is any other leaf
+    that requires a gradient, for whoever gets the gradient holds it. A tensor that no op of
+    autograd made may be a buffer, a mask that all layers share, the batch; or what an op made
+    beside its result, such as a dropout mask. It is moved only when it turns out that nobody else
+    holds it, and not before the op that saves it has returned: it may be about to be filled
+    (`rrelu`'s noise).
+    """
+    if type(x) is not Tensor or x.layout is not torch.strided:
+        return False
+    if x.is_conj() or x.is_neg() or x.is_quantized or x.is_inference():
+        return False
+    base: Any = x if x._base is None else x._base
+    if isinstance(base, nn.Parameter) or (base.requires_grad and base.is_leaf):
+        return False
+    return x.untyped_storage().nbytes() >= max(min_bytes, 1)
+
+
+def changed_in_place(saved: Saved | Kept, found: int) -> RekindleError:
+    """The error that autograd raises itself for a tensor without hooks."""
+    if isinstance(saved, Saved):
+        shape, dtype, origin = saved.shape, saved.dtype, saved.origin
+    else:
+        shape, dtype, origin = saved.tensor.shape, saved.tensor.dtype, None
+    made = f", made by {origin}," if origin else ""
+    return RekindleError(
+        "A tensor needed for gradient computation has been modified by an inplace operation: "
+        f"{dtype} {list(shape)}{made} is at version {found}; expected version {saved.version}. "
+        "It was saved for backward inside rekindle.offload() and changed after that. Run the op "
+        "that changes it out of place, or on a clone; torch.autograd.set_detect_anomaly(True) "
+        "shows the op whose gradient needs it."
+    )

@@ -1,0 +1,169 @@
+"""The front door: `rekindle.offload`."""
+
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from rekindle.internals import capturing, func_transform, pop_hooks, push_hooks
+from rekindle.offload.activation import Kept, Saved, may_move, unpack
+from rekindle.offload.disk import DiskTier, StagedDiskTier
+from rekindle.offload.host import HostTier
+from rekindle.offload.lane import Lane
+from rekindle.offload.options import OnFull, Options, Quota, Tier, options_of
+from rekindle.replay.switches import recomputing
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def offload(
+    *,
+    tier: Tier = "host",
+    quota: Quota = "auto",
+    min_bytes: int | str = "1MiB",
+    max_host_bytes: int | str | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    on_full: OnFull = "keep",
+    derive: bool = True,
+) -> "Offload":
+    """Send activations of the forward inside to host memory or disk; backward gets them back.
+
+    A context manager around any forward, and a decorator. Gradients are those of the plain run, bit
+    for bit. What is learnt of a step, and the memory set aside for it, stay for the next `with` of
+    the same options.
+
+    >>> import torch, rekindle
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+    >>> with rekindle.observe() as seen:
+    ...     with rekindle.offload(tier="disk", quota=1.0, min_bytes=1024):
+    ...         loss = model(torch.ones(16, 64)).sum()
+    ...     loss.backward()
+    >>> seen.spill.bytes_out == seen.spill.bytes_in > 0
+    True
+
+    Args:
+        tier: `"host"` for pinned host memory, from CUDA devices; `"disk"` for a file without a name
+            that vanishes with the process, from CUDA devices and from host memory.
+        quota: how much may go. Bytes (an `int`, or `"4GiB"`), a share from 0.0 to 1.0 of what could
+            go, or `"auto"`: as much as costs no time, by what was measured in the first two steps.
+        min_bytes: smaller activations stay.
+        max_host_bytes: the most pinned memory to take for this. By default as much as leaves a
+            tenth of the machine's memory free.
+        directory: the folder for `tier="disk"`; by default the system's for temporary files.
+        on_full: what becomes of an activation for which there is no room: `"keep"` it where it is,
+            with one warning, or `"raise"` an `OffloadError`.
+        derive: an activation that one elementwise op gives back from others that are saved anyway
+            (`silu(gate) * up`) is neither kept nor sent, but made again.
+    """
+    return Offload(options_of(tier, quota, min_bytes, max_host_bytes, directory, on_full, derive))
+
+
+class Offload:
+    """Offloads the activations of what runs inside `with`, or of the function it decorates."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._entered = threading.local()
+
+    def __enter__(self) -> Self:
+        engine = None
+        if func_transform() is None:  # autograd forbids hooks there
+            # What a replay saves, or a captured graph, is used at once or in place.
+            engine = None if recomputing.get() or capturing() else engine_of(self.options)
+            push_hooks(engine.pack if engine else Kept, unpack)
+            self._stack.append((True, engine))
+        else:
+            self._stack.append((False, None))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        is_hooked, engine = self._stack.pop()
+        if is_hooked:
+            pop_hooks()
+        if engine is not None:
+            engine.pause(failed=error[0] is not None)
+
+    @property
+    def _stack(self) -> list[tuple[bool, "Engine | None"]]:
+        if not hasattr(self._entered, "stack"):
+            self._entered.stack = []
+        stack: list[tuple[bool, Engine | None]] = self._entered.stack
+        return stack
+
+    def __call__(self, function: _Function) -> _Function:
+        if not callable(function):
+            raise TypeError(f"offload() decorates a function, not {type(function).__name__}")
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"{function!r} does not run when it is called, so there is nothing to offload. "
+                "Use `with rekindle.offload():` inside it."
+            )
+
+        @functools.wraps(function)
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return offloaded  # type: ignore[return-value]
+
+    def trim(self) -> None:
+        """Give back the host memory, or the disk, that is set aside and not in use."""
+        engine_of(self.options).trim()
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{k}={v!r}" for k, v in vars(self.options).items() if v is not None)
+        return f"rekindle.offload({given})"
+
+
+class Engine:
+    """One lane for each device, under one set of options."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._lanes: dict[torch.device, Lane | None] = {}
+
+    def pack(self, x: Tensor) -> Saved | Kept:
+        """What autograd gets in place of a tensor that it saves."""
+        if may_move(x, self._options.min_bytes):
+            device = x.device
+            if device not in self._lanes:
+                self._lanes[device] = self._lane_for(device)
+            lane = self._lanes[device]
+            if lane is not None:
+                return lane.save(x)
+        return Kept(x)
+
+    def pause(self, failed: bool) -> None:
+        for lane in list(self._lanes.values()):
+            if lane is not None:
+                lane.pause(failed)
+
+    def trim(self) -> None:
+        for lane in list(self._lanes.values()):
+            if lane is not None:
+                lane.trim()
+
+    def _lane_for(self, device: torch.device) -> Lane | None:
+        """The lane of a device, if there is a way from it to the tier."""
+        directory, max_bytes = self._options.directory, self._options.max_host_bytes
+        if device.type == "cuda" and directory is None:
+            return Lane(device, self._options, HostTier(device, max_bytes))
+        if device.type == "cuda" and directory is not None:
+            return Lane(device, self._options, StagedDiskTier(device, directory, max_bytes))
+        if device.type == "cpu" and directory is not None:
+            return Lane(device, self._options, DiskTier(directory))
+        return None
+
+
+_engines: dict[tuple[int, Options], Engine] = {}
+"""The engines of this process: a forked one begins anew, without the threads of its parent."""
+
+
+def engine_of(options: Options) -> Engine:
+    """The engine for a set of options, with what it learnt so far."""
+    return _engines.setdefault((os.getpid(), options), Engine(options))

@@ -1,0 +1,96 @@
+"""Activations that one cheap op gives back from others that are saved anyway.
+
+The output of an elementwise op is often saved by the op after it, while the op itself has saved all
+of its inputs: `silu(gate) * up` is, and so is a norm's product with its weight. To make such an
+activation again takes the device a hundredth of the time in which a link could carry it. So it is
+neither kept nor sent: autograd's own node tells which op made it, and from what.
+
+Note [When a node tells the whole truth]. A tensor at version 0 is what the op behind its `grad_fn`
+made: whoever changes a tensor in place either becomes its `grad_fn` or moves its version. An
+elementwise op makes the same bits whenever it runs on the same bits in the same layout.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rekindle.internals import any_autocast, saved_by, version_of
+from rekindle.offload.activation import Kept, Saved, bytes_of
+from rekindle.offload.tiers import Copy
+
+_Made = Callable[[Any], Callable[..., Tensor]]
+"""The op that a node stands for, given the node: some have settings."""
+
+_OPS: dict[str, tuple[_Made, tuple[str, ...]]] = {
+    "DivBackward0": (lambda _: torch.div, ("self", "other")),
+    "GeluBackward0": (
+        lambda node: lambda x: functional.gelu(x, approximate=node._saved_approximate),
+        ("self",),
+    ),
+    "HardswishBackward0": (lambda _: functional.hardswish, ("self",)),
+    "MishBackward0": (lambda _: functional.mish, ("self",)),
+    "MulBackward0": (lambda _: torch.mul, ("self", "other")),
+    "SiluBackward0": (lambda _: functional.silu, ("self",)),
+}
+"""Nodes of elementwise ops, and the inputs that each saves."""
+
+
+class Derivation(Copy):
+    """What an activation is made from, in place of a copy of it."""
+
+    __slots__ = ("_inputs", "_op", "_shape", "_stride")
+
+    def __init__(self, op: Callable[..., Tensor], inputs: list[Saved | Kept], made: Tensor) -> None:
+        self._op = op
+        self._inputs = inputs
+        self._shape = made.shape
+        self._stride = made.stride()
+
+    def is_out(self) -> bool:
+        return True
+
+    def wait_out(self) -> None:
+        pass
+
+    def fetch(self) -> bool:
+        return True
+
+    def take(self) -> Tensor:
+        inputs = [saved.get() for saved in self._inputs]
+        device = inputs[0].device
+        with torch.no_grad():
+            if any_autocast():  # what was saved has been cast already
+                with torch.autocast(device.type, enabled=False):
+                    made = self._op(*inputs)
+            else:
+                made = self._op(*inputs)
+            if made.stride() != self._stride:
+                made = torch.empty_strided(
+                    self._shape, self._stride, dtype=made.dtype, device=device
+                ).copy_(made)
+        return bytes_of(made.untyped_storage(), device)
+
+    def drop(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._inputs = []
+
+
+def derivation_of(x: Tensor, storage: torch.UntypedStorage) -> Derivation | None:
+    """How to make the whole storage of a saved tensor again, if a cheap op does."""
+    made = x if x._base is None else x._base
+    node = made.grad_fn
+    # Note [When a node tells the whole truth]
+    if node is None or version_of(made) != 0 or node.name() not in _OPS:
+        return None
+    if made.numel() * made.element_size() != storage.nbytes():
+        return None
+    op, names = _OPS[node.name()]
+    inputs = [saved_by(node, name) for name in names]
+    if not all(isinstance(saved, Saved | Kept) for saved in inputs):
+        return None
+    return Derivation(op(node), inputs, made)

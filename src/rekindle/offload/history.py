@@ -1,0 +1,105 @@
+"""What is learnt of a step: its activations in order, how backward uses them, and when.
+
+A step is known by the sizes of its activations. The first time it is seen, its order is learnt; the
+second time, with the host memory in place, its times; from the third on nothing more.
+
+Note [What a step is]. The engine sees activations being saved and being used, not steps. All that
+is saved until backward first uses one of it belongs together, across any number of `with` blocks;
+what is saved after that begins a new step, and so does what follows a graph that was thrown away.
+Where that guess is wrong only time is lost: nothing that is computed depends on it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from rekindle.offload.choose import Choice, Entry, Link, choose
+from rekindle.offload.tiers import Mark, Tier
+
+
+@dataclass(eq=False)
+class History:
+    """A step that was seen before."""
+
+    sizes: tuple[int, ...]
+    stays: set[int]
+    order: tuple[int, ...]
+    choice: Choice
+    is_settled: bool = False
+    """Whether its times are known."""
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(self.sizes[i] for i in self.choice.moved)
+
+    def without(self, stays: set[int]) -> "History":
+        """The same, but for activations that turned out to be held by somebody all along."""
+        if stays <= self.stays:
+            return self
+        choice = replace(self.choice, moved=self.choice.moved - stays)
+        return replace(self, stays=self.stays | stays, choice=choice)
+
+
+@dataclass(eq=False)
+class Diary:
+    """What one step's activations did, in the device's order: written down to learn from."""
+
+    uses: list[int] = field(default_factory=list)
+    stays: set[int] = field(default_factory=set)
+    saved: dict[int, int] = field(default_factory=dict)
+    used: dict[int, int] = field(default_factory=dict)
+    marks: list[Mark] = field(default_factory=list)
+    waits: set[int] = field(default_factory=set)
+    """Which marks end a wait that the mark before began."""
+
+    def note_saved(self, index: int, tier: Tier) -> None:
+        self.saved[index] = len(self.marks)
+        self.marks.append(tier.mark())
+
+    def note_used(self, index: int, tier: Tier | None) -> None:
+        """An activation is used; the first time counts. With a tier, it is noted when."""
+        if index in self.used:
+            return
+        self.uses.append(index)
+        self.used[index] = len(self.marks)
+        if tier is not None:
+            self.marks.append(tier.mark())
+
+    def note_wait(self, begin: Mark, end: Mark) -> None:
+        self.waits.add(len(self.marks) + 1)
+        self.marks += [begin, end]
+
+    def times(self, tier: Tier) -> list[float]:
+        """Seconds at each mark, had the device never waited."""
+        waited, times = 0.0, []
+        for number, mark in enumerate(self.marks):
+            if number in self.waits:
+                waited += tier.seconds(self.marks[number - 1], mark)
+            times.append(tier.seconds(self.marks[0], mark) - waited)
+        return times
+
+    def entries(self, sizes: Sequence[int], times: Sequence[float]) -> list[Entry]:
+        def at(marks: dict[int, int], i: int) -> float | None:
+            return times[marks[i]] if i in marks and times else None
+
+        return [
+            Entry(nbytes, i in self.stays, at(self.saved, i), at(self.used, i))
+            for i, nbytes in enumerate(sizes)
+        ]
+
+
+def learn(
+    known: History | None,
+    sizes: Sequence[int],
+    diary: Diary,
+    quota: float | None,
+    tier: Tier,
+) -> History:
+    """What is known after a step: its order after the first, its times after the second."""
+    diary.stays |= known.stays if known else set()
+    order = tuple(diary.uses)
+    if known is None:
+        choice = choose(diary.entries(sizes, []), order, quota, None)
+        return History(tuple(sizes), diary.stays, order, choice)
+    entries = diary.entries(sizes, diary.times(tier))
+    choice = choose(entries, order, quota, Link(*tier.rates()))
+    return History(known.sizes, diary.stays, order, choice, is_settled=True)

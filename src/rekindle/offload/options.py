@@ -1,0 +1,72 @@
+"""What a user may ask of the offload engine, checked once."""
+
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from rekindle.sizes import parse_bytes
+
+Tier = Literal["host", "disk"]
+OnFull = Literal["keep", "raise"]
+Quota = int | float | str
+
+
+@dataclass(frozen=True)
+class Options:
+    """How activations are offloaded: a value, by which the engine for it is found again."""
+
+    tier: Tier
+    quota: int | float | None
+    """Bytes, a share of what can be moved, or None: as much as costs no time."""
+    min_bytes: int
+    max_host_bytes: int | None
+    directory: str | None
+    on_full: OnFull
+    derive: bool
+
+
+def options_of(
+    tier: Tier,
+    quota: Quota,
+    min_bytes: int | str,
+    max_host_bytes: int | str | None,
+    directory: str | os.PathLike[str] | None,
+    on_full: OnFull,
+    derive: bool,
+) -> Options:
+    """The options, or an error that names the one that is wrong."""
+    if tier not in get_args(Tier):
+        raise ValueError(f'tier should be "host" or "disk", but got {tier!r}')
+    if on_full not in get_args(OnFull):
+        raise ValueError(f'on_full should be "keep" or "raise", but got {on_full!r}')
+    if directory is not None and tier != "disk":
+        raise ValueError(f'directory is for tier="disk", but tier is {tier!r}')
+    return Options(
+        tier,
+        _quota(quota),
+        parse_bytes(min_bytes, "min_bytes"),
+        None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes"),
+        _directory(directory) if tier == "disk" else None,
+        on_full,
+        bool(derive),
+    )
+
+
+def _quota(quota: Quota) -> int | float | None:
+    if quota == "auto":
+        return None
+    if isinstance(quota, float):
+        if not 0 <= quota <= 1:
+            raise ValueError(
+                f"quota as a share should be from 0.0 to 1.0, but got {quota}; bytes are an int"
+            )
+        return quota
+    return parse_bytes(quota, "quota")
+
+
+def _directory(directory: str | os.PathLike[str] | None) -> str:
+    path = os.path.abspath(os.fspath(directory or tempfile.gettempdir()))
+    if not os.path.isdir(path):
+        raise ValueError(f"directory should be an existing folder, but there is none at {path!r}")
+    return path

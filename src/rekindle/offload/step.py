@@ -1,0 +1,122 @@
+"""The activations of one step, from the first that is saved to the last that is used."""
+
+from collections import deque
+from types import CodeType
+from typing import TYPE_CHECKING, TypeAlias
+from weakref import ref
+
+from rekindle.offload.choose import Choice, fetch_ahead, lead_of
+from rekindle.offload.history import Diary, History
+
+if TYPE_CHECKING:
+    from rekindle.offload.activation import Activation
+
+Place: TypeAlias = tuple[CodeType, int]
+"""Where in the program an op was called."""
+
+
+class Step:
+    """What is saved between two backwards. Note [What a step is].
+
+    It knows its activations weakly: they belong to autograd and die with the nodes that saved them.
+    """
+
+    def __init__(self, history: History | None, is_measured: bool) -> None:
+        self.history = history
+        """The step that this one repeats, as far as one can tell by now."""
+        self.choice: Choice | None = history.choice if history else None
+        self.is_measured = is_measured
+        """Whether it is written down when things happen."""
+        self.diary = Diary()
+        self.has_turned = False
+        """Whether backward has begun."""
+        self.activations: list[ref[Activation]] = []
+        self.by_storage: dict[int, ref[Activation]] = {}
+        self.sizes: list[int] = []
+        self.largest = 0
+        self.living = 0
+        self.here = 0
+        """Bytes on the device."""
+        self.seen = self.sent = 0
+        """In an unknown step: bytes that could be sent so far, and that were."""
+        self.last: deque[ref[Activation]] = deque()
+        """In an unknown step: those saved last, which backward may want first."""
+        self.last_bytes = 0
+        self.loose: list[tuple[ref[Activation], Place]] = []
+        """Those to be looked at again, and where they were saved: Note [Whose tensor is it]."""
+        self.turn_of: dict[int, int] = {}
+        """The turn at which backward is expected to use each activation."""
+        self.reached = -1
+        """The last turn that has come."""
+        self.wanted: deque[int] = deque()
+        """What is to be fetched next."""
+
+    @property
+    def lead(self) -> int:
+        return 2 * self.largest
+
+    @property
+    def is_as_known(self) -> bool:
+        """Whether it went as one that is known, to the end."""
+        return self.history is not None and len(self.sizes) == len(self.history.sizes)
+
+    def add(self, activation: "Activation", key: int) -> None:
+        weak = ref(activation)
+        self.by_storage[key] = weak
+        self.living += 1
+        if activation.is_derived:
+            return
+        self.activations.append(weak)
+        self.sizes.append(activation.nbytes)
+        self.largest = max(self.largest, activation.nbytes)
+        self.here += activation.nbytes
+
+    def follow(self, known: list[History]) -> None:
+        """See whether the step still goes as one that is known."""
+        last = len(self.sizes) - 1
+        guess = self.history
+        if guess is None or (last < len(guess.sizes) and guess.sizes[last] == self.sizes[last]):
+            return
+        sizes = tuple(self.sizes)
+        self.history = next((k for k in known if k.sizes[: len(sizes)] == sizes), None)
+        self.choice = self.history.choice if self.history else None
+
+    def line_up(self, activation: "Activation") -> "list[Activation]":
+        """Those that may go, now that this one was saved: enough have followed them.
+
+        In an unknown step any activation may be among the last, which are not to go at all.
+        """
+        self.last.append(ref(activation))
+        self.last_bytes += activation.nbytes
+        ready: list[Activation] = []
+        while True:
+            first = self.last[0]()
+            nbytes = 0 if first is None else first.nbytes
+            if first is not None and self.last_bytes - nbytes < self.lead:
+                return ready
+            self.last.popleft()
+            self.last_bytes -= nbytes
+            if first is not None:
+                ready.append(first)
+
+    def turn(self) -> None:
+        """Backward begins: from now on the order of uses counts."""
+        self.has_turned = True
+        self.last.clear()
+        if self.is_as_known and self.history is not None:
+            order = self.history.order
+        else:
+            order = tuple(reversed(range(len(self.sizes))))
+            living = [weak() for weak in self.activations]
+            moved = frozenset(a.index for a in living if a is not None and a.copy is not None)
+            fetch_at = fetch_ahead(self.sizes, order, moved)
+            self.choice = Choice(moved, self.here + lead_of(self.sizes), fetch_at)
+        self.turn_of = {index: turn for turn, index in enumerate(order)}
+
+    def use(self, index: int) -> None:
+        """Backward uses an activation: what is to be fetched by then is wanted now."""
+        assert self.choice is not None, "it is made when backward begins, at the latest"
+        turn = self.turn_of.get(index, -1)
+        for reached in range(self.reached + 1, turn + 1):
+            self.wanted.extend(self.choice.fetch_at.get(reached, ()))
+        self.reached = max(self.reached, turn)

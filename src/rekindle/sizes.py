@@ -1,0 +1,49 @@
+"""Sizes in bytes, as people write them."""
+
+import re
+
+_UNITS = {
+    unit: 1024**power if "i" in unit else 1000**power
+    for power, units in enumerate(
+        [["B"], ["KB", "KiB"], ["MB", "MiB"], ["GB", "GiB"], ["TB", "TiB"]]
+    )
+    for unit in units
+}
+_WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(value: int | str, what: str) -> int:
+    """A number of bytes from a number or from text; `what` names it in an error.
+
+    >>> parse_bytes("24GiB", "budget") == 24 * 2**30
+    True
+    >>> parse_bytes(4096, "min_bytes")
+    4096
+    """
+    if isinstance(value, str):
+        match = _WRITTEN.fullmatch(value)
+        unit = match and next((u for u in _UNITS if u.lower() == (match[2] or "B").lower()), None)
+        if not match or not unit:
+            raise ValueError(f'{what} should be like "24GiB" or "800MB", but got {value!r}')
+        return int(float(match[1]) * _UNITS[unit])
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f'{what} should be a whole number of bytes or text like "24GiB", '
+            f"but got {type(value).__name__}"
+        )
+    if value < 0:
+        raise ValueError(f"{what} should not be negative, but got {value}")
+    return value
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes for people.
+
+    >>> format_bytes(3 * 2**29)
+    '1.5 GiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.1f} {unit}".replace(".0 ", " ")
+        count /= 1024
+    return f"{count:.1f} TiB".replace(".0 ", " ")
