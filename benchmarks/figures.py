@@ -46,6 +46,28 @@ def recompute(results: dict[str, Any], only: Sequence[str] | None = None) -> str
     return table(heads, rows)
 
 
+def offload(results: dict[str, Any], only: Sequence[str] | None = None) -> str:
+    """Time and activation peak with offload, times plain eager's; and what went over the link."""
+    shapes = list(dict.fromkeys(r["shape"] for r in results["results"]))
+    names = only or list(dict.fromkeys(r["strategy"] for r in results["results"]))
+    cells = {(r["strategy"], r["shape"]): r for r in results["results"]}
+    columns = [("time", "time_ratio", ".2f"), ("peak", "peak_ratio", ".2f")]
+    if only is None:
+        columns += [
+            ("GiB each way", "gib_out", ".1f"),
+            ("GiB derived", "gib_derived", ".1f"),
+            ("ms waited", "ms_waited", ".0f"),
+            ("over the link", "link_ratio", ".2f"),
+        ]
+    heads = ["activations offloaded (times plain)"]
+    heads += [f"{shape} {head}" for shape in shapes for head, _, _ in columns]
+    rows = [
+        [name, *(format(cells[name, s][key], form) for s in shapes for _, key, form in columns)]
+        for name in names
+    ]
+    return table(heads, rows)
+
+
 def source(results: dict[str, Any], command: str) -> str:
     device = results["device"] if results["device"] != "cpu" else "CPU, one thread"
     return f"`{command}`, one run on {device}, torch {results['torch']}:"
@@ -55,7 +77,9 @@ def pages() -> dict[Path, str]:
     """What stands between the comments of each page."""
     host = json.loads((RESULTS / "overhead-cpu.json").read_text())
     gpu = json.loads((RESULTS / "recompute-h200.json").read_text())
+    moved = json.loads((RESULTS / "offload-h200.json").read_text())
     first, second = "scripts/bench overhead", "scripts/bench recompute --shape all"
+    third = "scripts/bench offload --shape all"
     short = ["torch", "torch reentrant", "rekindle"]
     return {
         ROOT / "README.md": "\n\n".join(
@@ -64,11 +88,14 @@ def pages() -> dict[Path, str]:
                 overhead(host, short),
                 source(gpu, second),
                 recompute(gpu, ["plain", *short]),
+                source(moved, third),
+                offload(moved, ["plain", "save_on_cpu", "auto", "share 0.5", "share 1.0"]),
             ]
         ),
         ROOT / "docs" / "overhead.md": "\n\n".join(
             [source(host, first), overhead(host), source(gpu, second), recompute(gpu)]
         ),
+        ROOT / "docs" / "offload.md": "\n\n".join([source(moved, third), offload(moved)]),
     }
 
 

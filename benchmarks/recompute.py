@@ -2,32 +2,31 @@
 
 Time and activation peak of a forward and backward, relative to plain eager in the same run. Time
 is wall clock from an idle device to an idle device, so it holds the host's part: `small` is made of
-little else. The peak is what the allocator reached above what it held before the forward
-(parameters, their gradients, the input); gradients exist before and are added to. On a CPU there is
-no such counter and the model is float32: a smoke test of this file, for the shape `tiny`.
-
-Gradients are compared with plain eager's bit for bit, in steps of their own with deterministic
-algorithms on, because attention's usual backward kernel does not even repeat itself. The row
-`plain` compares plain eager with plain eager: a "no" there makes the others meaningless.
+little else. `workload` says what the peak is and how gradients are compared; the row `plain`
+compares plain eager with plain eager: a "no" there makes the others meaningless.
 """
 
 import argparse
-import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor
 
-from benchmarks.decoder import SHAPES, Decoder, RunBlock, Shape, plain
+from benchmarks.decoder import SHAPES, RunBlock, Shape, plain
 from benchmarks.measure import Timings, environment, format_table, interleaved, save_json
 from benchmarks.strategies import REKINDLE, TORCH
+from benchmarks.workload import Comparison, Forward, Workload
 
-STRATEGIES: dict[str, RunBlock] = {"plain": plain} | TORCH | REKINDLE
+
+def by_block(run: RunBlock) -> Forward:
+    """The forward in which every block is run by a strategy."""
+    return lambda decoder, x: decoder(x, run)
+
+
+STRATEGIES = {name: by_block(run) for name, run in ({"plain": plain} | TORCH | REKINDLE).items()}
 
 
 @dataclass(frozen=True)
@@ -44,87 +43,17 @@ class Result:
     rounds: int
 
 
-class Workload:
-    """A decoder with its batch, ready to be stepped: a forward and a backward, no optimizer."""
-
-    def __init__(self, shape: Shape, device: str) -> None:
-        self.shape = shape
-        self.device = device
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        torch.manual_seed(0)
-        self.decoder = Decoder(shape, device=device, dtype=dtype)
-        self.x = shape.hidden_states(device=device, dtype=dtype).requires_grad_()
-        self.grad = shape.hidden_states(device=device, dtype=dtype)
-        self.leaves: list[Tensor] = [self.x, *self.decoder.parameters()]
-        for leaf in self.leaves:
-            leaf.grad = torch.zeros_like(leaf)
-
-    def step(self, run: RunBlock) -> None:
-        self.decoder(self.x, run).backward(self.grad)
-
-    def gradients(self, run: RunBlock) -> list[Tensor]:
-        """The gradients of one step, valid until the next."""
-        for leaf in self.leaves:
-            if leaf.grad is not None:
-                leaf.grad.zero_()
-        self.step(run)
-        return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
-
-    def synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
-
 def measure_times(work: Workload, seconds: float) -> Timings:
-    def stepping(run: RunBlock) -> Callable[[], None]:
-        return lambda: work.step(run)
-
-    candidates = {name: stepping(run) for name, run in STRATEGIES.items()}
+    candidates = {name: partial(work.step, forward) for name, forward in STRATEGIES.items()}
     return interleaved(candidates, seconds=seconds, synchronize=work.synchronize)
-
-
-def measure_peak(work: Workload, run: RunBlock) -> int | None:
-    """Bytes that one step reaches above what is allocated before it; after a warm-up."""
-    if work.device != "cuda":
-        return None
-    gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    work.step(run)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-@contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def compare_gradients(work: Workload) -> dict[str, bool]:
-    """For each strategy: is every gradient the one of a first plain step, bit for bit?"""
-    with deterministic_algorithms():
-        expected = [grad.clone() for grad in work.gradients(plain)]
-        return {
-            name: all(map(same_bits, work.gradients(run), expected))
-            for name, run in STRATEGIES.items()
-        }
 
 
 def measure(shape: Shape, device: str, seconds: float) -> list[Result]:
     work = Workload(shape, device)
-    identical = compare_gradients(work)
+    comparison = Comparison(work)
+    identical = {name: comparison.is_identical(run) for name, run in STRATEGIES.items()}
     times = measure_times(work, seconds)
-    peaks = {name: measure_peak(work, run) for name, run in STRATEGIES.items()}
+    peaks = {name: work.peak(run) for name, run in STRATEGIES.items()}
     plain_peak = peaks["plain"]
     results = []
     for name, taken in times.items():

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,16 @@ def _kept(function: Callable[..., Any], *args: Any) -> Any:
     return _Kept.apply(function, *args)  # type: ignore[no-untyped-call]
 
 
+def inside(context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    """What runs a function inside a context."""
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    return run
+
+
 @dataclass(frozen=True)
 class Mode:
     """One way to run a region, and what its outcome is compared with."""
@@ -77,6 +87,12 @@ MODES: dict[str, Mode] = {
     "decorated": Mode(lambda function, *args, **kw: rekindle.checkpoint()(function)(*args, **kw)),
     "torch's name": Mode(
         functools.partial(rekindle.compat.checkpoint.checkpoint, use_reentrant=False)
+    ),
+    "spilled": Mode(
+        inside(lambda: rekindle.offload(tier="disk", quota=1.0, min_bytes=0, derive=False))
+    ),
+    "spilled or derived": Mode(
+        inside(lambda: rekindle.offload(tier="disk", quota=0.7, min_bytes=0))
     ),
     "reentrant": Mode(
         functools.partial(rekindle.checkpoint, use_reentrant=True), reference=_kept, reentrant=True

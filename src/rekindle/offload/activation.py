@@ -96,6 +96,11 @@ class Activation:
         # Two are ours: `here`, and the object that was made for counting.
         return storage is None or storage_users(storage) <= 2
 
+    def held_elsewhere(self) -> torch.UntypedStorage | None:
+        """The storage, if somebody kept it all along, bytes and all."""
+        storage = storage_again(self.storage)
+        return storage if storage is not None and storage.nbytes() == self.nbytes else None
+
     def __del__(self) -> None:
         is_here = self.here is not None or self.is_coming
         self.lane.departed.append((self.step, self.counted if is_here else 0))
@@ -117,6 +122,10 @@ class Saved:
         self.version = version_of(x)
         self.origin = x.grad_fn and x.grad_fn.name()
 
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
     def get(self) -> Tensor:
         """The tensor as it was, once its bytes are here."""
         activation = self.activation
@@ -136,6 +145,10 @@ class Kept:
         # An output of the op that saves it would hold the op, and the op it: a cycle.
         self.tensor = x if x.grad_fn is None else x.detach()
         self.version = version_of(x)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
 
     def get(self) -> Tensor:
         """The tensor, if nobody changed it since."""

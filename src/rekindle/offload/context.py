@@ -49,8 +49,9 @@ def offload(
     Args:
         tier: `"host"` for pinned host memory, from CUDA devices; `"disk"` for a file without a name
             that vanishes with the process, from CUDA devices and from host memory.
-        quota: how much may go. Bytes (an `int`, or `"4GiB"`), a share from 0.0 to 1.0 of what could
-            go, or `"auto"`: as much as costs no time, by what was measured in the first two steps.
+        quota: how much may go. Bytes (an `int`, or `"4GiB"`), a share of what could go (a `float`
+            from 0.0 to 1.0, or `"40%"`), or `"auto"`: as much as costs no time, by what was
+            measured in the first two steps.
         min_bytes: smaller activations stay.
         max_host_bytes: the most pinned memory to take for this. By default as much as leaves a
             tenth of the machine's memory free.
@@ -114,6 +115,15 @@ class Offload:
     def trim(self) -> None:
         """Give back the host memory, or the disk, that is set aside and not in use."""
         engine_of(self.options).trim()
+
+    def __reduce__(self) -> tuple[type["Offload"], tuple[Options]]:
+        return Offload, (self.options,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Offload) and other.options == self.options
+
+    def __hash__(self) -> int:
+        return hash(self.options)
 
     def __repr__(self) -> str:
         given = ", ".join(f"{k}={v!r}" for k, v in vars(self.options).items() if v is not None)

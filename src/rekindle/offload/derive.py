@@ -80,8 +80,12 @@ class Derivation(Copy):
         self._inputs = []
 
 
-def derivation_of(x: Tensor, storage: torch.UntypedStorage) -> Derivation | None:
-    """How to make the whole storage of a saved tensor again, if a cheap op does."""
+def derivation_of(x: Tensor, storage: torch.UntypedStorage, times_read: float) -> Derivation | None:
+    """How to make the whole storage of a saved tensor again, if a cheap op does.
+
+    An elementwise op takes as long as reading its inputs and writing its output. `times_read` is
+    how many times its own size an activation may read.
+    """
     made = x if x._base is None else x._base
     node = made.grad_fn
     # Note [When a node tells the whole truth]
@@ -92,5 +96,7 @@ def derivation_of(x: Tensor, storage: torch.UntypedStorage) -> Derivation | None
     op, names = _OPS[node.name()]
     inputs = [saved_by(node, name) for name in names]
     if not all(isinstance(saved, Saved | Kept) for saved in inputs):
+        return None
+    if sum(saved.nbytes for saved in inputs) > times_read * storage.nbytes():
         return None
     return Derivation(op(node), inputs, made)

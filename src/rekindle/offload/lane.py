@@ -22,7 +22,7 @@ from torch import Tensor
 from rekindle import observation
 from rekindle.emptying import empty_when_backward_ends
 from rekindle.errors import OffloadError
-from rekindle.internals import graph_task_id, storage_again, version_of, without_modes
+from rekindle.internals import graph_task_id, version_of, without_modes
 from rekindle.offload.activation import Activation, Saved, bytes_of
 from rekindle.offload.derive import derivation_of
 from rekindle.offload.history import History, learn
@@ -45,6 +45,7 @@ class Lane:
         self.device = device
         self.tier = tier
         self._options = options
+        self._times_read = options.times_read
         self.departed: deque[tuple[Step, int]] = deque()
         """Activations that died, with the bytes they had here: finalizers note it, `_tidy` acts."""
         self._lock = RLock()
@@ -85,8 +86,8 @@ class Lane:
             self._note_use(step, activation.index)
             data = activation.here
             if data is None:
-                storage = storage_again(activation.storage)
-                if storage is not None:  # it never died: somebody holds it
+                storage = activation.held_elsewhere()
+                if storage is not None:
                     step.diary.stays.add(activation.index)
                     return bytes_of(storage, self.device)
                 self._count(prefetch_hits=activation.is_coming)
@@ -170,7 +171,7 @@ class Lane:
         self, step: Step, x: Tensor, storage: torch.UntypedStorage, place: Place
     ) -> Activation:
         activation = Activation(self, step, x, storage)
-        derivation = derivation_of(x, storage) if self._options.derive else None
+        derivation = derivation_of(x, storage, self._times_read) if self._times_read else None
         if derivation is not None:
             activation.derive_from(derivation)
             self._count(tensors_derived=1, bytes_derived=activation.nbytes)
@@ -346,9 +347,9 @@ class Lane:
 
     def _derive(self, activation: Activation) -> Tensor:
         """The bytes of an activation that is made from others."""
-        storage = storage_again(activation.storage) if activation.here is None else None
         if activation.here is not None:
             return activation.here
+        storage = activation.held_elsewhere()
         if storage is not None:
             return bytes_of(storage, self.device)
         assert activation.copy is not None, "what is derived knows how"

@@ -10,6 +10,7 @@ from rekindle.sizes import parse_bytes
 Tier = Literal["host", "disk"]
 OnFull = Literal["keep", "raise"]
 Quota = int | float | str
+_FREE, _CHEAP = 1.1, 4.0
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,14 @@ class Options:
     directory: str | None
     on_full: OnFull
     derive: bool
+
+    @property
+    def times_read(self) -> float:
+        """How many times its own size an activation may read to be made again.
+
+        Where no time is to be lost, that is little: what is read once and written once.
+        """
+        return self.derive * (_FREE if self.quota is None else _CHEAP)
 
 
 def options_of(
@@ -42,10 +51,11 @@ def options_of(
         raise ValueError(f'on_full should be "keep" or "raise", but got {on_full!r}')
     if directory is not None and tier != "disk":
         raise ValueError(f'directory is for tier="disk", but tier is {tier!r}')
+    smallest = parse_bytes(min_bytes, "min_bytes")
     return Options(
         tier,
-        _quota(quota),
-        parse_bytes(min_bytes, "min_bytes"),
+        _quota(quota, smallest),
+        smallest,
         None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes"),
         _directory(directory) if tier == "disk" else None,
         on_full,
@@ -53,16 +63,24 @@ def options_of(
     )
 
 
-def _quota(quota: Quota) -> int | float | None:
+def _quota(quota: Quota, min_bytes: int) -> int | float | None:
     if quota == "auto":
         return None
+    if isinstance(quota, str) and quota.endswith("%"):
+        quota = float(quota[:-1]) / 100
     if isinstance(quota, float):
         if not 0 <= quota <= 1:
             raise ValueError(
                 f"quota as a share should be from 0.0 to 1.0, but got {quota}; bytes are an int"
             )
         return quota
-    return parse_bytes(quota, "quota")
+    nbytes = parse_bytes(quota, "quota")
+    if 0 < nbytes < min_bytes:
+        raise ValueError(
+            f"quota is {nbytes} bytes, less than the smallest activation that goes (min_bytes is "
+            f"{min_bytes}); a share is a float: quota=1.0 is everything"
+        )
+    return nbytes
 
 
 def _directory(directory: str | os.PathLike[str] | None) -> str:

@@ -10,6 +10,7 @@ import warnings
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -75,14 +76,12 @@ class PinnedPool:
             if not slab.arena.is_unused or self.size - slab.arena.size < nbytes + _SLAB:
                 return
             self._slabs.remove(slab)
-            slab.close()
 
     def trim(self) -> None:
         """Unpin the slabs that nobody uses."""
         self._take_back()
         for slab in [slab for slab in self._slabs if slab.arena.is_unused]:
             self._slabs.remove(slab)
-            slab.close()
 
     def _take_back(self) -> None:
         while self._returned:
@@ -107,17 +106,13 @@ class _Slab:
 
     def __init__(self, nbytes: int) -> None:
         self._map = mmap.mmap(-1, nbytes)
-        with suppress(
-            AttributeError, OSError
-        ):  # large pages are pinned faster, where there are any
+        # Large pages are pinned faster, where there are any.
+        with suppress(AttributeError, OSError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self.arena = Arena(nbytes)
-        self._is_pinned = pin(self.memory)
-
-    def close(self) -> None:
-        if self._is_pinned:
-            unpin(self.memory)
+        if pin(self.memory):
+            finalize(self, unpin, self.memory).atexit = False
 
 
 def pin(memory: Tensor) -> bool:
@@ -128,8 +123,8 @@ def pin(memory: Tensor) -> bool:
     with suppress(RuntimeError):  # the next kernel reports the error that nobody took: this one
         torch.zeros(1, device="cuda")
     warnings.warn(
-        f"rekindle: {format_bytes(memory.numel())} of host memory could not be pinned "
-        f"({error}); activations are offloaded to ordinary memory, and training waits for them.",
+        f"rekindle.offload: {format_bytes(memory.numel())} of host memory could not be pinned "
+        f"(CUDA error {int(error)}): activations go to ordinary memory, and training waits.",
         stacklevel=2,
     )
     return False

@@ -39,8 +39,8 @@ class Step:
         """Bytes on the device."""
         self.seen = self.sent = 0
         """In an unknown step: bytes that could be sent so far, and that were."""
-        self.last: deque[ref[Activation]] = deque()
-        """In an unknown step: those saved last, which backward may want first."""
+        self.last: deque[tuple[ref[Activation], int]] = deque()
+        """In an unknown step: those saved last, with their sizes; backward may want them first."""
         self.last_bytes = 0
         self.loose: list[tuple[ref[Activation], Place]] = []
         """Those to be looked at again, and where they were saved: Note [Whose tensor is it]."""
@@ -86,18 +86,16 @@ class Step:
 
         In an unknown step any activation may be among the last, which are not to go at all.
         """
-        self.last.append(ref(activation))
+        self.last.append((ref(activation), activation.nbytes))
         self.last_bytes += activation.nbytes
         ready: list[Activation] = []
-        while True:
-            first = self.last[0]()
-            nbytes = 0 if first is None else first.nbytes
-            if first is not None and self.last_bytes - nbytes < self.lead:
-                return ready
-            self.last.popleft()
+        while self.last_bytes - self.last[0][1] >= self.lead:
+            weak, nbytes = self.last.popleft()
             self.last_bytes -= nbytes
+            first = weak()
             if first is not None:
                 ready.append(first)
+        return ready
 
     def turn(self) -> None:
         """Backward begins: from now on the order of uses counts."""
