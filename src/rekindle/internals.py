@@ -127,10 +127,21 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+class _Nothing(dict[torch.device, torch.Tensor]):
+    """A tensor without data on each device."""
+
+    def __missing__(self, device: torch.device) -> torch.Tensor:
+        self[device] = torch.empty(0, dtype=torch.uint8, device=device)
+        return self[device]
+
+
+_nothing_on = _Nothing()
+
+
 def versions_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without data that shares the version counter of `tensor`. No public form."""
     counter = tensor.detach()
-    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    counter.data = _nothing_on[tensor.device]
     return counter
 
 

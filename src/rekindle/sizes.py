@@ -1,6 +1,7 @@
 """Sizes in bytes, as people write them."""
 
 import re
+from fractions import Fraction
 
 _UNITS = {
     unit: 1024**power if "i" in unit else 1000**power
@@ -23,9 +24,9 @@ def parse_bytes(value: int | str, what: str) -> int:
     if isinstance(value, str):
         match = _WRITTEN.fullmatch(value)
         unit = match and next((u for u in _UNITS if u.lower() == (match[2] or "B").lower()), None)
-        if not match or not unit:
+        if not match or not unit or ("." in match[1] and not match[2]):
             raise ValueError(f'{what} should be like "24GiB" or "800MB", but got {value!r}')
-        return int(float(match[1]) * _UNITS[unit])
+        return int(Fraction(match[1]) * _UNITS[unit])
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
             f'{what} should be a whole number of bytes or text like "24GiB", '
@@ -43,7 +44,7 @@ def format_bytes(count: float) -> str:
     '1.5 GiB'
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
+        if abs(round(count, 1)) < 1024:
             return f"{count:.1f} {unit}".replace(".0 ", " ")
         count /= 1024
     return f"{count:.1f} TiB".replace(".0 ", " ")

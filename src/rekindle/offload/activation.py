@@ -4,6 +4,7 @@ What moves is the storage, once, however many saved tensors show parts of it; th
 as views of it when backward asks for them.
 """
 
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -12,12 +13,22 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle.errors import RekindleError
-from rekindle.internals import storage_again, storage_users, version_of, versions_of
+from rekindle.internals import (
+    storage_again,
+    storage_users,
+    version_of,
+    versions_of,
+    without_modes,
+)
 
 if TYPE_CHECKING:
     from rekindle.offload.lane import Lane
     from rekindle.offload.step import Step
     from rekindle.offload.tiers import Copy
+
+
+_DECIDING = Lock()
+"""Held for a moment while it is decided whether bytes stay or go."""
 
 
 class Activation:
@@ -36,7 +47,6 @@ class Activation:
         "step",
         "storage",
         "version",
-        "versions",
         "was_away",
     )
 
@@ -56,7 +66,6 @@ class Activation:
         """Whether nothing shows that an op made it: Note [Whose tensor is it]."""
         self.storage = StorageWeakRef(storage)
         self.version = version_of(x)
-        self.versions = versions_of(x)
 
     def weak(self) -> "ref[Activation]":
         return ref(self)
@@ -72,9 +81,9 @@ class Activation:
     def is_derived(self) -> bool:
         return self.index < 0
 
-    def is_away(self) -> bool:
+    def is_wanted(self) -> bool:
         """Whether it has to be fetched before it can be used."""
-        return self.here is None and not self.is_coming
+        return self.here is None and not self.is_coming and self.held_elsewhere() is None
 
     def return_away(self) -> bool:
         """Let go of bytes that were fetched, or are being fetched; False if there are none."""
@@ -86,15 +95,36 @@ class Activation:
         return True
 
     def let_go(self) -> None:
-        """The bytes are safe elsewhere."""
-        self.was_away = True
-        self.here = None
+        """The bytes are safe elsewhere; threads of a tier say so too."""
+        with _DECIDING:
+            if self.copy is not None and not self.was_away:
+                self.was_away = True
+                self.here = None
+
+    def stay(self) -> bool:
+        """Give up leaving, if need be; False if it has left."""
+        with _DECIDING:
+            if self.was_away:
+                return False
+            copy, self.copy = self.copy, None
+        if copy is not None:
+            copy.close()
+        return True
 
     def is_left_to_us(self) -> bool:
         """Whether nobody but the engine holds the bytes; asked while they are here."""
         storage = storage_again(self.storage)
         # Two are ours: `here`, and the object that was made for counting.
         return storage is None or storage_users(storage) <= 2
+
+    def at_hand(self) -> Tensor | None:
+        """The bytes, if they are here or somebody holds them, or can be made from what is."""
+        if self.here is not None:
+            return self.here
+        storage = self.held_elsewhere()
+        if storage is not None:
+            return bytes_of(storage, self.lane.device)
+        return self.copy.at_hand() if self.is_derived and self.copy is not None else None
 
     def held_elsewhere(self) -> torch.UntypedStorage | None:
         """The storage, if somebody kept it all along, bytes and all."""
@@ -111,7 +141,16 @@ class Activation:
 class Saved:
     """A tensor that autograd saved: which part of an activation it shows."""
 
-    __slots__ = ("activation", "dtype", "offset", "origin", "shape", "stride", "version")
+    __slots__ = (
+        "activation",
+        "dtype",
+        "offset",
+        "origin",
+        "shape",
+        "stride",
+        "version",
+        "versions",
+    )
 
     def __init__(self, activation: Activation, x: Tensor) -> None:
         self.activation = activation
@@ -120,6 +159,8 @@ class Saved:
         self.stride = x.stride()
         self.offset = x.storage_offset()
         self.version = version_of(x)
+        self.versions = versions_of(x)
+        """Knows of changes in place. Each has its own: a view made by `.data` counts for itself."""
         self.origin = x.grad_fn and x.grad_fn.name()
 
     @property
@@ -128,12 +169,24 @@ class Saved:
 
     def get(self) -> Tensor:
         """The tensor as it was, once its bytes are here."""
-        activation = self.activation
-        if activation.versions._version != self.version:
-            raise changed_in_place(self, activation.versions._version)
-        data = activation.lane.ask(activation)
-        view = torch.empty(0, dtype=self.dtype, device=data.device)
-        return view.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
+        if not self.is_unchanged():
+            raise changed_in_place(self, self.versions._version)
+        return self._of(self.activation.lane.ask(self.activation))
+
+    def is_unchanged(self) -> bool:
+        return self.versions._version == self.version
+
+    def at_hand(self) -> Tensor | None:
+        """The tensor, if that takes no waiting and nobody is to know."""
+        data = self.activation.at_hand()
+        return None if data is None else self._of(data)
+
+    def _of(self, data: Tensor) -> Tensor:
+        """The part that it shows."""
+        with without_modes():
+            view = torch.empty(0, dtype=self.dtype, device=data.device)
+            view.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
+            return view.data  # at version 0, as if it had just been made
 
 
 class Kept:
@@ -152,9 +205,16 @@ class Kept:
 
     def get(self) -> Tensor:
         """The tensor, if nobody changed it since."""
-        if self.version != version_of(self.tensor):
+        if not self.is_unchanged():
             raise changed_in_place(self, self.tensor._version)
         return self.tensor
+
+    def is_unchanged(self) -> bool:
+        return self.version == version_of(self.tensor)
+
+    def at_hand(self) -> Tensor | None:
+        """The tensor, as it is now."""
+        return self.tensor.detach()
 
 
 def unpack(saved: Saved | Kept) -> Tensor:
@@ -180,7 +240,7 @@ def may_move(x: Tensor, min_bytes: int) -> bool:
     """
     if type(x) is not Tensor or x.layout is not torch.strided:
         return False
-    if x.is_conj() or x.is_neg() or x.is_quantized or x.is_inference():
+    if x.is_conj() or x.is_neg() or x.is_quantized or x.is_nested or x.is_inference():
         return False
     base: Any = x if x._base is None else x._base
     if isinstance(base, nn.Parameter) or (base.requires_grad and base.is_leaf):

@@ -63,79 +63,130 @@ def choose(
     >>> sorted(choice.moved), choice.ceiling  # after six seconds of forward, two have left
     ([0, 1], 32)
     """
-    first = _wanted_first(entries, order)
-    able = [i for i, entry in enumerate(entries) if not entry.stays and i not in first]
-    if quota is None:
-        moved = able if link is None else _free(entries, able, order, link)
-    else:
-        movable = sum(entry.nbytes for entry in entries if not entry.stays)
-        limit = quota * movable if isinstance(quota, float) else quota
-        reached = accumulate(entries[i].nbytes for i in able)
-        moved = [i for i, nbytes in zip(able, reached, strict=True) if nbytes <= limit]
-    chosen = frozenset(moved)
     sizes = [entry.nbytes for entry in entries]
-    ceiling = max(sum(sizes) - sum(sizes[i] for i in chosen), lead_of(sizes))
-    used = [entry.used_at for entry in entries]
-    if link is None or link.back == 0 or any(used[i] is None for i in order):
-        fetch_at = fetch_ahead(sizes, order, chosen)
-    else:
-        fetch_at = _fetch_in_time(entries, order, chosen, link)
-    return Choice(chosen, ceiling, fetch_at)
+    first = _wanted_first(sizes, order)
+    able = [i for i, entry in enumerate(entries) if not entry.stays and i not in first]
+    if quota is not None:
+        movable = sum(entry.nbytes for entry in entries if not entry.stays)
+        limit = round(quota * movable) if isinstance(quota, float) else quota
+        reached = accumulate(sizes[i] for i in able)
+        able = [i for i, nbytes in zip(able, reached, strict=True) if nbytes <= limit]
+    turn = _turn(entries)
+    if link is None or not link.out or turn is None:
+        moved = frozenset(able)
+        ceiling = _ceiling(sizes, moved, 0)
+        return Choice(moved, ceiling, fetch_ahead(sizes, order, moved))
+    link = Link(_MARGIN * link.out, _MARGIN * (link.back or link.out))
+    moved, ceiling = frozenset(able), _ceiling(sizes, frozenset(able), 0)
+    if quota is None:
+        moved, ceiling = _free(entries, able, order, turn, link)
+    return Choice(moved, ceiling, _fetch_in_time(entries, order, moved, link))
 
 
 def lead_of(sizes: Sequence[int]) -> int:
-    """Bytes to have on the way at a time: two of the largest, so that neither end ever waits."""
-    return 2 * max(sizes, default=0)
+    """Bytes to have on the way at a time: two large ones, so that neither end ever waits.
+
+    A few that are far larger than the others, such as logits, do not count.
+    """
+    return 2 * sorted(sizes)[int(0.9 * (len(sizes) - 1))] if sizes else 0
 
 
-def _wanted_first(entries: Sequence[Entry], order: Sequence[int]) -> set[int]:
+def _ceiling(sizes: Sequence[int], moved: frozenset[int], peak: int) -> int:
+    """As much as stays, or as there may be on the way at a time, or as the peak if it is known."""
+    stays = sum(sizes) - sum(sizes[i] for i in moved)
+    largest = max((sizes[i] for i in moved), default=0)
+    return max(stays, lead_of(sizes), largest, peak)
+
+
+def _turn(entries: Sequence[Entry]) -> float | None:
+    """When backward begins."""
+    return min((entry.used_at for entry in entries if entry.used_at is not None), default=None)
+
+
+def _wanted_first(sizes: Sequence[int], order: Sequence[int]) -> set[int]:
     """The activations that backward begins with: it would wait for them to come back."""
-    lead = lead_of([entry.nbytes for entry in entries])
-    reached = accumulate(entries[i].nbytes for i in order)
-    return {i for i, nbytes in zip(order, reached, strict=True) if nbytes <= lead}
+    lead = lead_of(sizes)
+    before = accumulate((sizes[i] for i in order), initial=0)
+    return {i for i, nbytes in zip(order, before, strict=False) if nbytes < lead}
 
 
 def _free(
-    entries: Sequence[Entry], able: Sequence[int], order: Sequence[int], link: Link
-) -> list[int]:
-    """The activations whose copies are done in time in both directions."""
-    uses = [entry.used_at for entry in entries if entry.used_at is not None]
-    if not uses or not link.out:
-        return list(able)
-    turn = min(uses)  # the forward is over
-    out, back = _MARGIN * link.out, _MARGIN * (link.back or link.out)
-    gone, done = set(), 0.0
+    entries: Sequence[Entry], able: Sequence[int], order: Sequence[int], turn: float, link: Link
+) -> tuple[frozenset[int], int]:
+    """The activations whose copies are done in time in both directions, and the peak of that."""
+    sizes = [entry.nbytes for entry in entries]
+    while True:
+        gone = _out_in_time(entries, able, turn, link.out)
+        moved = frozenset(gone)
+        ceiling = _ceiling(sizes, moved, _peak(entries, gone))
+        late = _back_too_late(entries, order, moved, ceiling, turn, link.back)
+        if not late:
+            return moved, ceiling
+        able = [i for i in able if i not in late]
+
+
+def _out_in_time(
+    entries: Sequence[Entry], able: Sequence[int], turn: float, rate: float
+) -> dict[int, float]:
+    """Those that have left when backward begins, and when each of them has."""
+    gone: dict[int, float] = {}
+    done = 0.0
     for i in able:
-        saved_at, nbytes = entries[i].saved_at or 0.0, entries[i].nbytes
-        if max(done, saved_at) + nbytes / out <= turn:
-            done = max(done, saved_at) + nbytes / out
-            gone.add(i)
-    done = turn
-    for i in order:
-        used_at = entries[i].used_at
-        if i in gone and used_at is not None:
-            if done + entries[i].nbytes / back <= used_at:
-                done += entries[i].nbytes / back
-            else:
-                gone.remove(i)
-    return sorted(gone)
+        left = max(done, entries[i].saved_at or 0.0) + entries[i].nbytes / rate
+        if left <= turn:
+            gone[i] = done = left
+    return gone
+
+
+def _peak(entries: Sequence[Entry], gone: Mapping[int, float]) -> int:
+    """The most bytes that are on the device at a time in the forward."""
+    changes = [(entry.saved_at or 0.0, entry.nbytes) for entry in entries]
+    changes += [(left, -entries[i].nbytes) for i, left in gone.items()]
+    changes.sort(key=lambda change: (change[0], -change[1]))
+    return max(accumulate(nbytes for _, nbytes in changes), default=0)
+
+
+def _back_too_late(
+    entries: Sequence[Entry],
+    order: Sequence[int],
+    moved: frozenset[int],
+    ceiling: int,
+    turn: float,
+    rate: float,
+) -> set[int]:
+    """Those that are not back when backward wants them, if no more may be there than `ceiling`."""
+    here = sum(entry.nbytes for i, entry in enumerate(entries) if i not in moved)
+    late, done, has_room_since, used_up = set(), turn, turn, 0
+    for position, i in enumerate(order):
+        used_at, nbytes = entries[i].used_at or turn, entries[i].nbytes
+        if i not in moved:
+            continue
+        while here + nbytes > ceiling and used_up < position:
+            here -= entries[order[used_up]].nbytes
+            used_up += 1
+            has_room_since = entries[order[used_up]].used_at or turn
+        back = max(done, has_room_since) + nbytes / rate
+        if back > used_at:
+            late.add(i)
+        else:
+            here, done = here + nbytes, back
+    return late
 
 
 def fetch_ahead(
     sizes: Sequence[int], order: Sequence[int], moved: frozenset[int]
 ) -> dict[int, tuple[int, ...]]:
-    """Ask for each activation while the ones before it are used: a fixed number of bytes ahead."""
+    """Ask for each activation a fixed number of bytes before its use."""
     lead = lead_of(sizes)
     fetch_at: dict[int, list[int]] = {}
-    on_the_way = begin = 0
-    coming = [(use, i) for use, i in enumerate(order) if i in moved]
-    for position, (_, i) in enumerate(coming):
-        on_the_way += sizes[i]
-        while on_the_way > lead and begin < position:
-            on_the_way -= sizes[coming[begin][1]]
-            begin += 1
-        use = coming[begin - 1][0] + 1 if begin else 0
-        fetch_at.setdefault(use, []).append(i)
+    between, use = 0, 0
+    for position, i in enumerate(order):
+        between += sizes[i]
+        while between > lead and use < position - 1:
+            between -= sizes[order[use]]
+            use += 1
+        if i in moved:
+            fetch_at.setdefault(use, []).append(i)
     return {use: tuple(found) for use, found in fetch_at.items()}
 
 
@@ -143,8 +194,7 @@ def _fetch_in_time(
     entries: Sequence[Entry], order: Sequence[int], moved: frozenset[int], link: Link
 ) -> dict[int, tuple[int, ...]]:
     """Ask for each activation as late as the link allows, so that it takes memory no longer."""
-    back = _MARGIN * link.back
-    spare = lead_of([entry.nbytes for entry in entries]) / 2 / back
+    spare = lead_of([entry.nbytes for entry in entries]) / 2 / link.back
     used = [entries[i].used_at or 0.0 for i in order]
     fetch_at: dict[int, list[int]] = {}
     begin, use = float("inf"), len(order) - 1
@@ -152,7 +202,7 @@ def _fetch_in_time(
         i = order[position]
         if i not in moved:
             continue
-        begin = min(begin, used[position] - spare) - entries[i].nbytes / back
+        begin = min(begin, used[position] - spare) - entries[i].nbytes / link.back
         while use > 0 and (use >= position or used[use] > begin):
             use -= 1
         fetch_at.setdefault(use, []).append(i)

@@ -7,10 +7,13 @@ neither kept nor sent: autograd's own node tells which op made it, and from what
 
 Note [When a node tells the whole truth]. A tensor at version 0 is what the op behind its `grad_fn`
 made: whoever changes a tensor in place either becomes its `grad_fn` or moves its version. An
-elementwise op makes the same bits whenever it runs on the same bits in the same layout.
+elementwise op makes the same bits whenever it runs on the same bits in the same layout. Only
+`.data` goes behind autograd's back; so the first time that a step is seen, each of these is made at
+once and compared with what it is to replace.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -38,16 +41,30 @@ _OPS: dict[str, tuple[_Made, tuple[str, ...]]] = {
 """Nodes of elementwise ops, and the inputs that each saves."""
 
 
+_DEEPEST = 2
+"""An activation may be made from one that is made from others, and no further."""
+
+
 class Derivation(Copy):
     """What an activation is made from, in place of a copy of it."""
 
-    __slots__ = ("_inputs", "_op", "_shape", "_stride")
+    __slots__ = ("_inputs", "_op", "_shape", "_stride", "depth")
 
     def __init__(self, op: Callable[..., Tensor], inputs: list[Saved | Kept], made: Tensor) -> None:
         self._op = op
         self._inputs = inputs
         self._shape = made.shape
         self._stride = made.stride()
+        self.depth = 1 + max(map(_depth, inputs))
+
+    def gives(self, data: Tensor) -> bool:
+        """Whether it gives these bytes; False if that cannot be seen without waiting."""
+        made = self.at_hand()
+        return made is not None and torch.equal(made, data)
+
+    def at_hand(self) -> Tensor | None:
+        inputs = [x for saved in self._inputs if (x := saved.at_hand()) is not None]
+        return self._make(inputs) if len(inputs) == len(self._inputs) else None
 
     def is_out(self) -> bool:
         return True
@@ -59,14 +76,14 @@ class Derivation(Copy):
         return True
 
     def take(self) -> Tensor:
-        inputs = [saved.get() for saved in self._inputs]
+        return self._make([saved.get() for saved in self._inputs])
+
+    def _make(self, inputs: list[Tensor]) -> Tensor:
         device = inputs[0].device
-        with torch.no_grad():
+        with torch.no_grad(), ExitStack() as stack:
             if any_autocast():  # what was saved has been cast already
-                with torch.autocast(device.type, enabled=False):
-                    made = self._op(*inputs)
-            else:
-                made = self._op(*inputs)
+                stack.enter_context(torch.autocast(device.type, enabled=False))
+            made = self._op(*inputs)
             if made.stride() != self._stride:
                 made = torch.empty_strided(
                     self._shape, self._stride, dtype=made.dtype, device=device
@@ -78,6 +95,16 @@ class Derivation(Copy):
 
     def close(self) -> None:
         self._inputs = []
+
+
+def _depth(saved: Saved | Kept) -> int:
+    made_from = saved.activation.copy if isinstance(saved, Saved) else None
+    return made_from.depth if isinstance(made_from, Derivation) else 0
+
+
+def is_made_by_its_node(x: Tensor) -> bool:
+    """Whether a saved tensor, or what it is a view of, has a node that made it."""
+    return (x if x._base is None else x._base).grad_fn is not None
 
 
 def derivation_of(x: Tensor, storage: torch.UntypedStorage, times_read: float) -> Derivation | None:
@@ -95,8 +122,9 @@ def derivation_of(x: Tensor, storage: torch.UntypedStorage, times_read: float) -
         return None
     op, names = _OPS[node.name()]
     inputs = [saved_by(node, name) for name in names]
-    if not all(isinstance(saved, Saved | Kept) for saved in inputs):
+    if not all(isinstance(saved, Saved | Kept) and saved.is_unchanged() for saved in inputs):
         return None
     if sum(saved.nbytes for saved in inputs) > times_read * storage.nbytes():
         return None
-    return Derivation(op(node), inputs, made)
+    derivation = Derivation(op(node), inputs, made)
+    return derivation if derivation.depth <= _DEEPEST else None

@@ -33,12 +33,16 @@ _STAGE = 4 * 2**30
 """Pinned memory for activations on their way to disk, if no cap is given."""
 
 
+_Work = Callable[[list[Tensor], int, torch.cuda.Event | None], None]
+
+
 class SpillFile:
     """Room on disk that nobody can see and that vanishes with the process."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._file: int | None = None
+        self._process = os.getpid()
         self._arena = Arena(0)
         self._returned: deque[tuple[int, int]] = deque()
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="rekindle-spill")
@@ -58,7 +62,7 @@ class SpillFile:
             if self._file is None:
                 self._file = _open_nameless(self._directory)
             more = self._arena.missing(nbytes)
-            os.posix_fallocate(self._file, self._arena.size, more)
+            _reserve(self._file, self._arena.size, more)
             self._arena.grow(more)
             start = self._arena.take(nbytes)
             assert start is not None, "the file has grown by what was missing"
@@ -81,13 +85,31 @@ class SpillFile:
         self, data: Tensor, start: int, after: torch.cuda.Event | None = None
     ) -> "Future[None]":
         """Write bytes in the background, once the device has come to an event."""
-        return self._workers.submit(self._write, data, start, after)
+        return self._in_background(self._write, [data], start, after)
 
     def read(
         self, data: Tensor, start: int, after: torch.cuda.Event | None = None
     ) -> "Future[None]":
         """Fill `data` in the background, once the device has come to an event."""
-        return self._workers.submit(self._read, data, start, after)
+        return self._in_background(self._read, [data], start, after)
+
+    def _in_background(
+        self, work: _Work, data: list[Tensor], start: int, after: torch.cuda.Event | None
+    ) -> "Future[None]":
+        """Have a thread do some work; it empties the list, so that nothing else holds the data."""
+        if os.getpid() != self._process:
+            raise OSError(errno.ECHILD, "the spill file belongs to the process that was forked")
+        try:
+            return self._workers.submit(work, data, start, after)
+        except RuntimeError:  # there are no threads to be had: the interpreter ends, for one
+            done: Future[None] = Future()
+            try:
+                work(data, start, after)
+            except OSError as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+            return done
 
     def give_back_after(
         self,
@@ -101,7 +123,8 @@ class SpillFile:
         last = writing if reading is None or reading.cancel() else reading
         last.add_done_callback(lambda _: self.give_back(start, nbytes))
 
-    def _write(self, data: Tensor, start: int, after: torch.cuda.Event | None) -> None:
+    def _write(self, box: list[Tensor], start: int, after: torch.cuda.Event | None) -> None:
+        data = box.pop()
         if after is not None:
             after.synchronize()
         with self.written.timing(data.numel()):
@@ -110,7 +133,8 @@ class SpillFile:
                 while done < len(piece):
                     done += os.pwrite(self._fd, piece[done:], start + begin + done)
 
-    def _read(self, data: Tensor, start: int, after: torch.cuda.Event | None) -> None:
+    def _read(self, box: list[Tensor], start: int, after: torch.cuda.Event | None) -> None:
+        data = box.pop()
         if after is not None:
             after.synchronize()
         with self.read_back.timing(data.numel()):
@@ -130,8 +154,7 @@ class SpillFile:
     def __del__(self) -> None:
         self._workers.shutdown(wait=False)
         if self._file is not None:
-            with suppress(OSError):
-                os.close(self._file)
+            os.close(self._file)
 
 
 class DiskTier(Tier):
@@ -186,23 +209,25 @@ class DiskCopy(Copy):
         self._writing.add_done_callback(written)
 
     def check_out(self) -> None:
-        self._writing.result()
+        _wait_for(self._writing)
 
     def wait_out(self) -> None:
-        self._writing.result()
+        _wait_for(self._writing)
 
     def fetch(self) -> bool:
         if self._coming is None:
-            self._coming = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
-            self._reading = self._file.read(self._coming, self._start)
+            data = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
+            self._reading = self._file.read(data, self._start)
+            self._coming = data
         return True
 
     def take(self) -> Tensor:
+        self.fetch()
         data, reading = self._coming, self._reading
-        assert data is not None, "fetch comes first"
-        assert reading is not None, "fetch comes first"
-        reading.result()
+        assert data is not None, "it is being read, or has been"
+        assert reading is not None, "it is being read, or has been"
         self._coming = None
+        _wait_for(reading)
         return data
 
     def drop(self) -> None:
@@ -319,18 +344,26 @@ class StagedCopy(Copy):
     def _enter(self) -> None:
         assert self._room is not None, "there is a room to read into"
         assert self._reading is not None, "fetch comes first"
-        self._reading.result()
+        _wait_for(self._reading)
         self._in = Incoming(self._tier.host, self._room, None)
 
     def take(self) -> Tensor:
+        if self._in is None and self._reading is None and not self.fetch():
+            return self._read_past_the_stage()
         if self._in is None:
-            assert self._reading is not None, "fetch comes first"
+            assert self._reading is not None, "it is being read, or has been"
             wait([self._reading])
             self._enter()
         assert self._in is not None, "it has entered"
         data = self._in.take()
         self.drop()
         return data
+
+    def _read_past_the_stage(self) -> Tensor:
+        """The bytes, by way of ordinary memory: others have all the pinned memory."""
+        data = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
+        _wait_for(self._tier.file.read(data, self._start))
+        return data.to(self._tier.host.device)
 
     def drop(self) -> None:
         with self._tier.lock:
@@ -361,6 +394,30 @@ class StagedCopy(Copy):
 
 def _succeeded(future: "Future[None]") -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
+
+
+def _wait_for(future: "Future[None]") -> None:
+    """Wait until it is done. Raises an error of its own: the future's would hold all that waits."""
+    error = None if future.cancelled() else future.exception()
+    if error is not None:
+        raise OSError(getattr(error, "errno", None) or errno.EIO, _message(error))
+
+
+def _message(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _reserve(file: int, start: int, nbytes: int) -> None:
+    """Have the system set disk aside. Raises `OSError` if there is not enough."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(file, start, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+        else:
+            return
+    os.ftruncate(file, start + nbytes)  # whether there is enough shows when it is written
 
 
 def _open_nameless(directory: str) -> int:

@@ -9,34 +9,63 @@ what is saved after that begins a new step, and so does what follows a graph tha
 Where that guess is wrong only time is lost: nothing that is computed depends on it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rekindle.offload.choose import Choice, Entry, Link, choose
 from rekindle.offload.tiers import Mark, Tier
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class History:
-    """A step that was seen before."""
+    """A step that was seen before, and what is done when it comes again."""
 
-    sizes: tuple[int, ...]
-    stays: set[int]
+    entries: tuple[Entry, ...]
     order: tuple[int, ...]
-    choice: Choice
-    is_settled: bool = False
+    quota: int | float | None
+    link: Link | None
+    is_settled: bool
     """Whether its times are known."""
+    choice: Choice
+    sizes: tuple[int, ...]
+    derived: frozenset[int]
+    """Which of the activations that could be made from others gave the same bits."""
 
     @property
     def moved_bytes(self) -> int:
         return sum(self.sizes[i] for i in self.choice.moved)
 
+    @property
+    def share(self) -> float:
+        return self.moved_bytes / max(sum(self.sizes), 1)
+
     def without(self, stays: set[int]) -> "History":
         """The same, but for activations that turned out to be held by somebody all along."""
-        if stays <= self.stays:
+        if all(self.entries[i].stays for i in stays):
             return self
-        choice = replace(self.choice, moved=self.choice.moved - stays)
-        return replace(self, stays=self.stays | stays, choice=choice)
+        entries = [replace(e, stays=e.stays or i in stays) for i, e in enumerate(self.entries)]
+        return history_of(entries, self.order, self.quota, self.link, self.is_settled, self.derived)
+
+
+def history_of(
+    entries: Sequence[Entry],
+    order: Sequence[int],
+    quota: float | None,
+    link: Link | None,
+    is_settled: bool,
+    derived: Iterable[int] = (),
+) -> History:
+    """What is known of a step, with the choice that follows from it."""
+    return History(
+        tuple(entries),
+        tuple(order),
+        quota,
+        link,
+        is_settled,
+        choose(entries, order, quota, link),
+        tuple(entry.nbytes for entry in entries),
+        frozenset(derived),
+    )
 
 
 @dataclass(eq=False)
@@ -78,6 +107,8 @@ class Diary:
         return times
 
     def entries(self, sizes: Sequence[int], times: Sequence[float]) -> list[Entry]:
+        """The activations of the step, with their times if there are any."""
+
         def at(marks: dict[int, int], i: int) -> float | None:
             return times[marks[i]] if i in marks and times else None
 
@@ -87,19 +118,20 @@ class Diary:
         ]
 
 
-def learn(
-    known: History | None,
-    sizes: Sequence[int],
-    diary: Diary,
-    quota: float | None,
-    tier: Tier,
+def first_seen(
+    sizes: Sequence[int], diary: Diary, quota: float | None, derived: Iterable[int] = ()
 ) -> History:
-    """What is known after a step: its order after the first, its times after the second."""
-    diary.stays |= known.stays if known else set()
-    order = tuple(diary.uses)
-    if known is None:
-        choice = choose(diary.entries(sizes, []), order, quota, None)
-        return History(tuple(sizes), diary.stays, order, choice)
+    """What is known of a step after the first time: its order, and what can be made again."""
+    return history_of(diary.entries(sizes, []), diary.uses, quota, None, False, derived)
+
+
+def seen_again(known: History, diary: Diary, quota: float | None, tier: Tier) -> History:
+    """What is known after a step was measured: its times too."""
+    diary.stays.update(i for i, entry in enumerate(known.entries) if entry.stays)
+    return replace(measured(known.sizes, diary, quota, tier), derived=known.derived)
+
+
+def measured(sizes: Sequence[int], diary: Diary, quota: float | None, tier: Tier) -> History:
+    """What a measured step tells."""
     entries = diary.entries(sizes, diary.times(tier))
-    choice = choose(entries, order, quota, Link(*tier.rates()))
-    return History(known.sizes, diary.stays, order, choice, is_settled=True)
+    return history_of(entries, diary.uses, quota, Link(*tier.rates()), is_settled=True)

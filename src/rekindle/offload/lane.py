@@ -2,19 +2,17 @@
 
 A lane is told of every activation that is saved (`save`) and of every one that backward wants
 (`ask`). Between the two it is here, leaving, away, coming, or here again. Memory is let go in the
-device's order of work: a lane does not look whether a copy happens to be done, it makes the device
-wait for the oldest ones whenever more would be there than the choice allows. So the peak does not
-depend on how far Python runs ahead of the device, and is the same in every step.
+device's order of work: what has left by now is let go, and whenever more would be there than the
+choice allows, the device is made to wait for the oldest copies. So the peak does not depend on how
+far Python runs ahead of the device, and is never higher than chosen.
 """
 
 import sys
-import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import RLock
+from contextlib import contextmanager, suppress
+from threading import RLock, get_ident
 from typing import TYPE_CHECKING
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -24,8 +22,9 @@ from rekindle.emptying import empty_when_backward_ends
 from rekindle.errors import OffloadError
 from rekindle.internals import graph_task_id, version_of, without_modes
 from rekindle.offload.activation import Activation, Saved, bytes_of
-from rekindle.offload.derive import derivation_of
-from rekindle.offload.history import History, learn
+from rekindle.offload.departures import Departures
+from rekindle.offload.derive import Derivation, derivation_of, is_made_by_its_node
+from rekindle.offload.history import History, first_seen, measured, seen_again
 from rekindle.offload.step import Place, Step
 from rekindle.sizes import format_bytes
 
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
 _KNOWN_STEPS = 16
 """How many steps are remembered: of several models, or of several shapes."""
+_TRIALS = 8
 _getframe = sys._getframe
 
 
@@ -53,17 +53,16 @@ class Lane:
         self._past: list[Step] = []
         """Steps whose backward has begun and that are not all used yet, or not learnt from."""
         self._known: list[History] = []
-        self._leaving: deque[Activation] = deque()
-        self._leaving_bytes = 0
+        self._leaving = Departures(tier, options, self._waiting)
         self._share: float | None = None
         """What was chosen last, as a share: for steps that are not known."""
-        self._has_warned = False
+        self._trials = _TRIALS
+        """How many more steps are measured before one of them has led somewhere."""
         self._task = -1
 
     def save(self, x: Tensor) -> Saved:
         """Take a tensor that autograd saves."""
-        caller = _getframe(2)
-        place = caller.f_code, caller.f_lasti
+        place = _place()
         with self._lock, without_modes():
             self._tidy()
             step = self._open_step()
@@ -72,9 +71,18 @@ class Lane:
             storage = x.untyped_storage()
             known = step.by_storage.get(storage._cdata)
             activation = known() if known else None
-            if activation is None or activation.version != version_of(x):
+            if activation is None or not self._is_same(activation, x):
                 activation = self._add(step, x, storage, place)
             return Saved(activation, x)
+
+    def _is_same(self, activation: Activation, x: Tensor) -> bool:
+        """Whether an activation of the same storage stands for this tensor too.
+
+        What is made again needs its node's inputs unchanged; a detached tensor does not.
+        """
+        if activation.version != version_of(x):
+            return False
+        return not activation.is_derived or is_made_by_its_node(x)
 
     def ask(self, activation: Activation) -> Tensor:
         """The bytes of an activation that backward wants, on the device."""
@@ -84,6 +92,7 @@ class Lane:
             if activation.is_derived:
                 return self._derive(activation)
             self._note_use(step, activation.index)
+            step.use(activation.index)
             data = activation.here
             if data is None:
                 storage = activation.held_elsewhere()
@@ -94,29 +103,42 @@ class Lane:
                 if not activation.is_coming:
                     self._count(prefetch_misses=1)
                     self._fetch(activation)
-            step.use(activation.index)
             self._fetch_wanted(step)
             return self._take(activation) if data is None else data
 
     def pause(self, failed: bool) -> None:
         """A `with` block ends."""
         with self._lock, without_modes():
+            if failed:
+                self._give_up()
+                return
             self._tidy()
             step = self._step
             if step is None or step.has_turned:
                 return
             self._send_loose(step)
-            is_last = step.history is None or step.is_as_known
-            if self.tier.waits_on_device and (failed or is_last):
+            if self.tier.waits_on_device and step.choice is None:
                 self._release_all()
+
+    def _give_up(self) -> None:
+        """A forward has failed: let go of what it sent, and add no error to the one there is."""
+        while self._leaving and self.tier.waits_on_device:
+            with suppress(OffloadError):
+                self._leaving.release_first(self._step)
 
     def empty(self) -> None:
         """A backward has ended: let go of what was fetched and is still away as well."""
         with self._lock:
             for step in [*self._past, *filter(None, [self._step])]:
-                for weak in step.activations if step.has_turned else ():
+                if not step.has_turned:
+                    continue
+                for weak in [*step.activations, *step.derived]:
                     activation = weak()
-                    if activation is not None and activation.return_away():
+                    if activation is None:
+                        continue
+                    if activation.is_coming:  # for a backward that is still to come, perhaps
+                        step.wanted.append(activation.index)
+                    if activation.return_away():
                         step.here -= activation.counted
 
     def trim(self) -> None:
@@ -127,15 +149,11 @@ class Lane:
 
     def _tidy(self) -> None:
         """Act on what ended since the last time."""
+        self._leaving.release_finished()
         while self.departed:
             step, nbytes = self.departed.popleft()
             step.living -= 1
             step.here -= nbytes
-        while self._leaving:
-            copy = self._leaving[0].copy
-            if copy is not None and not copy.is_out():
-                break
-            self._release()
 
     def _open_step(self) -> Step:
         """The step that is being saved: Note [What a step is]."""
@@ -144,7 +162,8 @@ class Lane:
             if step is not None and step.has_turned:
                 self._past.append(step)
             self._learn()
-            is_measured = not all(known.is_settled for known in self._known)
+            is_measured = self._trials > 0 and not all(k.is_settled for k in self._known)
+            self._trials -= is_measured
             step = self._step = Step(self._known[0] if self._known else None, is_measured)
             self.tier.time_copies(is_measured)
         return step
@@ -154,31 +173,53 @@ class Lane:
         over = [step for step in self._past if not step.living]
         self._past = [step for step in self._past if step.living]
         for step in over:
-            sizes = tuple(step.sizes)
+            sizes, diary = tuple(step.sizes), step.diary
             known = next((k for k in self._known if k.sizes == sizes), None)
-            if known is None or (step.is_measured and not known.is_settled):
-                found = learn(known, sizes, step.diary, self._options.quota, self.tier)
+            if known is None:
+                if step.is_measured:
+                    self._share = measured(sizes, diary, self._options.quota, self.tier).share
+                found = first_seen(sizes, diary, self._quota, step.were_derived)
+            elif step.is_measured and not known.is_settled and len(diary.uses) >= len(known.order):
+                found = seen_again(known, diary, self._options.quota, self.tier)
+                self._share, self._trials = found.share, _TRIALS
             else:
-                found = known.without(step.diary.stays)
+                found = known.without(diary.stays)
+                if not known.is_settled:  # it comes again, so it is worth measuring
+                    self._trials = _TRIALS
             self._known = [found, *(k for k in self._known if k is not known)][:_KNOWN_STEPS]
-            moved = sum(sizes[i] for i in found.choice.moved)
-            if found.is_settled:
-                self._share = moved / max(sum(sizes), 1)
-            if found.is_settled and known is not found and not self._past:
+            if found.is_settled and found is not known and not self._past:
                 self.tier.shrink(max(k.moved_bytes for k in self._known))
+
+    @property
+    def _quota(self) -> int | float | None:
+        """The quota; for steps whose times are not known, what was free in others like them."""
+        return self._share if self._options.quota is None else self._options.quota
 
     def _add(
         self, step: Step, x: Tensor, storage: torch.UntypedStorage, place: Place
     ) -> Activation:
         activation = Activation(self, step, x, storage)
         derivation = derivation_of(x, storage, self._times_read) if self._times_read else None
-        if derivation is not None:
+        if derivation is not None and self._is_trusted(step, derivation, activation):
             activation.derive_from(derivation)
             self._count(tensors_derived=1, bytes_derived=activation.nbytes)
         step.add(activation, storage._cdata)
         if not activation.is_derived:
             self._decide(step, activation, place)
         return activation
+
+    def _is_trusted(self, step: Step, derivation: Derivation, activation: Activation) -> bool:
+        """Whether the bits will be the same: Note [When a node tells the whole truth]."""
+        number = step.derivable
+        step.derivable += 1
+        assert activation.here is not None, "it was just saved"
+        if step.history is not None:
+            is_trusted = number in step.history.derived
+        else:
+            is_trusted = derivation.gives(activation.here)
+        if is_trusted:
+            step.were_derived.add(number)
+        return is_trusted
 
     def _decide(self, step: Step, activation: Activation, place: Place) -> None:
         """Send an activation that was just saved, or see later."""
@@ -205,7 +246,7 @@ class Lane:
             activation = weak()
             if activation is None:
                 continue
-            if place == running:
+            if place == running or place[0] != get_ident():
                 later.append((weak, place))
             elif step.choice is not None:
                 self._send(activation)
@@ -217,114 +258,65 @@ class Lane:
 
     def _send_within_quota(self, step: Step, activation: Activation) -> None:
         """In an unknown step: send an activation if enough stayed before it."""
-        quota = self._options.quota
-        if quota is None:
-            quota = 1.0 if self._share is None else self._share
+        quota = 1.0 if self._quota is None else self._quota
         step.seen += activation.nbytes
-        limit = quota * step.seen if isinstance(quota, float) else quota
+        limit = round(quota * step.seen) if isinstance(quota, float) else quota
         if step.sent + activation.nbytes <= limit:
-            step.sent += activation.nbytes
             self._send(activation)
 
     def _send(self, activation: Activation) -> None:
-        if activation.here is None or activation.copy is not None:
-            return
-        try:
-            copy = self.tier.send(activation.here)
-        except OSError as error:
-            self._no_room(activation, error)
-            return
-        if copy is None:
-            self._no_room(activation, None)
-            return
-        activation.copy = copy
-        let_go = WeakMethod(activation.let_go)
-        copy.when_out(lambda: (method := let_go()) and method())
-        self._leaving.append(activation)
-        self._leaving_bytes += activation.nbytes
-        self._count(tensors_out=1, bytes_out=activation.nbytes)
-
-    def _no_room(self, activation: Activation, error: OSError | None) -> None:
-        where = "host memory" if self._options.tier == "host" else f"{self._options.directory!r}"
-        reason = str(error) if error else "max_host_bytes, or what the machine has left, is reached"
-        message = (
-            f"There is no room in {where} for an activation of {format_bytes(activation.nbytes)}: "
-            f"{reason}."
-        )
-        if self._options.on_full == "raise":
-            raise OffloadError(
-                f"{message} Make room, offload less (quota=…), or keep what does not fit on the "
-                'device with on_full="keep".'
-            ) from error
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"rekindle.offload: {message} It stays on the device, and so will others.",
-                stacklevel=3,
-            )
+        if self._leaving.send(activation):
+            activation.step.sent += activation.nbytes
+            self._count(tensors_out=1, bytes_out=activation.nbytes)
 
     def _stay_below_ceiling(self, step: Step) -> None:
         """Have the device wait for copies until no more activations are there than should be."""
         if step.choice is None:
-            while self._leaving and self._leaving_bytes > step.lead:
-                self._release(wait_in=step)
+            while self._leaving.nbytes > step.lead:
+                self._leaving.release_first(step)
         else:
             while self._leaving and step.here > step.choice.ceiling:
-                self._release(wait_in=step)
+                self._leaving.release_first(step)
 
     def _release_all(self) -> None:
         while self._leaving:
-            self._release(wait_in=self._step)
-
-    def _release(self, wait_in: Step | None = None) -> None:
-        """Let go of the activation that began to leave first; after waiting for it, if need be."""
-        activation = self._leaving.popleft()
-        self._leaving_bytes -= activation.nbytes
-        copy = activation.copy
-        if copy is None:
-            return
-        try:
-            if wait_in is None:
-                copy.check_out()
-            else:
-                with self._waiting(wait_in):
-                    copy.wait_out()
-        except OSError as error:
-            activation.copy = None
-            copy.close()
-            self._no_room(activation, error)
-            return
-        activation.let_go()
-        activation.step.here -= activation.nbytes
+            self._leaving.release_first(self._step)
 
     def _note_use(self, step: Step, index: int) -> None:
         if not step.has_turned:
             self._send_loose(step)
             if self.tier.waits_on_device:
                 self._release_all()
-            step.turn()
+            step.turn(self._known)
         step.diary.note_used(index, self.tier if step.is_measured else None)
         task = graph_task_id()
         if task not in (-1, self._task):
             self._task = task
             empty_when_backward_ends(self)
+            step.restart(index)
 
     def _fetch(self, activation: Activation) -> bool:
         assert activation.copy is not None, "what is away has a copy"
-        if not activation.copy.fetch():
+        try:
+            if not activation.copy.fetch():
+                return False
+        except OSError:  # will show when it is taken
             return False
+        self._note_coming(activation)
+        return True
+
+    def _note_coming(self, activation: Activation) -> None:
         if not activation.is_coming:
             activation.is_coming = True
             activation.step.here += activation.nbytes
             self._count(tensors_in=1, bytes_in=activation.nbytes)
-        return True
 
     def _fetch_wanted(self, step: Step) -> None:
         """Begin to bring back what backward uses next, as much as may be there at a time."""
         assert step.choice is not None, "it is made when backward begins, at the latest"
         while step.wanted:
             activation = step.activations[step.wanted[0]]()
-            if activation is not None and activation.is_away():
+            if activation is not None and not activation.stay() and activation.is_wanted():
                 if step.here + activation.nbytes > step.choice.ceiling:
                     return
                 if not self._fetch(activation):
@@ -333,6 +325,7 @@ class Lane:
 
     def _take(self, activation: Activation) -> Tensor:
         assert activation.copy is not None, "what is coming has a copy"
+        self._note_coming(activation)
         try:
             with self._waiting(activation.step):
                 data = activation.copy.take()
@@ -357,15 +350,16 @@ class Lane:
         return activation.here
 
     @contextmanager
-    def _waiting(self, step: Step) -> Iterator[None]:
+    def _waiting(self, step: Step | None) -> Iterator[None]:
         """Measure a wait, if anybody wants to know."""
-        if not (step.is_measured or observation.active):
+        is_measured = step is not None and step.is_measured
+        if not (is_measured or observation.active):
             yield
             return
         begin = self.tier.mark()
         yield
         end = self.tier.mark()
-        if step.is_measured:
+        if step is not None and step.is_measured:
             step.diary.note_wait(begin, end)
         for seen in observation.active:
             seen.traffic(self._options.tier).add_wait(self.tier.seconds, begin, end)
@@ -373,3 +367,12 @@ class Lane:
     def _count(self, **counts: int) -> None:
         for seen in observation.active:
             seen.traffic(self._options.tier).add(self.tier.pool_bytes, **counts)
+
+
+def _place() -> Place:
+    """Where the op was called that saves just now; autograd's own threads run no code of Python."""
+    try:
+        caller = _getframe(3)
+    except ValueError:
+        return get_ident(), None, 0
+    return get_ident(), caller.f_code, caller.f_lasti

@@ -25,6 +25,8 @@ class Options:
     directory: str | None
     on_full: OnFull
     derive: bool
+    is_share: bool = False
+    """Whether the quota is a share: 1 byte is not everything, though 1 equals 1.0."""
 
     @property
     def times_read(self) -> float:
@@ -51,15 +53,19 @@ def options_of(
         raise ValueError(f'on_full should be "keep" or "raise", but got {on_full!r}')
     if directory is not None and tier != "disk":
         raise ValueError(f'directory is for tier="disk", but tier is {tier!r}')
+    if not isinstance(derive, bool):
+        raise TypeError(f"derive should be True or False, but got {derive!r}")
     smallest = parse_bytes(min_bytes, "min_bytes")
+    amount = _quota(quota, smallest)
     return Options(
         tier,
-        _quota(quota, smallest),
+        amount,
         smallest,
         None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes"),
         _directory(directory) if tier == "disk" else None,
         on_full,
-        bool(derive),
+        derive,
+        isinstance(amount, float),
     )
 
 
@@ -67,7 +73,10 @@ def _quota(quota: Quota, min_bytes: int) -> int | float | None:
     if quota == "auto":
         return None
     if isinstance(quota, str) and quota.endswith("%"):
-        quota = float(quota[:-1]) / 100
+        try:
+            quota = float(quota[:-1]) / 100
+        except ValueError:
+            raise ValueError(f'quota as a share should be like "40%", but got {quota!r}') from None
     if isinstance(quota, float):
         if not 0 <= quota <= 1:
             raise ValueError(

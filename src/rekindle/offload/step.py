@@ -11,8 +11,8 @@ from rekindle.offload.history import Diary, History
 if TYPE_CHECKING:
     from rekindle.offload.activation import Activation
 
-Place: TypeAlias = tuple[CodeType, int]
-"""Where in the program an op was called."""
+Place: TypeAlias = tuple[int, CodeType | None, int]
+"""Where an op was called: the thread, the code, and where in the code."""
 
 
 class Step:
@@ -31,6 +31,12 @@ class Step:
         self.has_turned = False
         """Whether backward has begun."""
         self.activations: list[ref[Activation]] = []
+        self.derived: list[ref[Activation]] = []
+        """Those that are made from others; the rest of what is here is not about them."""
+        self.derivable = 0
+        """How many could be, by their nodes."""
+        self.were_derived: set[int] = set()
+        """Which of those were."""
         self.by_storage: dict[int, ref[Activation]] = {}
         self.sizes: list[int] = []
         self.largest = 0
@@ -65,11 +71,16 @@ class Step:
         self.by_storage[key] = weak
         self.living += 1
         if activation.is_derived:
+            self.derived.append(weak)
             return
         self.activations.append(weak)
         self.sizes.append(activation.nbytes)
         self.largest = max(self.largest, activation.nbytes)
         self.here += activation.nbytes
+
+    def restart(self, index: int) -> None:
+        """Another backward begins, with this activation: it may use what was used before."""
+        self.reached = min(self.reached, self.turn_of.get(index, 0) - 1)
 
     def follow(self, known: list[History]) -> None:
         """See whether the step still goes as one that is known."""
@@ -97,14 +108,16 @@ class Step:
                 ready.append(first)
         return ready
 
-    def turn(self) -> None:
+    def turn(self, known: list[History]) -> None:
         """Backward begins: from now on the order of uses counts."""
         self.has_turned = True
         self.last.clear()
-        if self.is_as_known and self.history is not None:
-            order = self.history.order
-        else:
-            order = tuple(reversed(range(len(self.sizes))))
+        was_expected = self.is_as_known
+        if not was_expected:  # it may have been taken for a longer one
+            sizes = tuple(self.sizes)
+            self.history = next((k for k in known if k.sizes == sizes), None)
+        order = self.history.order if self.history else range(len(self.sizes) - 1, -1, -1)
+        if not was_expected:
             living = [weak() for weak in self.activations]
             moved = frozenset(a.index for a in living if a is not None and a.copy is not None)
             fetch_at = fetch_ahead(self.sizes, order, moved)

@@ -24,6 +24,10 @@ class Copy(ABC):
     def is_out(self) -> bool:
         """Whether what was sent may be let go without waiting."""
 
+    def at_hand(self) -> Tensor | None:
+        """The bytes, if they can be had without any copying."""
+        return None
+
     def when_out(self, let_go: Callable[[], None]) -> None:  # noqa: B027
         """Call `let_go` once it is out, from a thread of the tier's, if it has any."""
 
@@ -40,7 +44,7 @@ class Copy(ABC):
 
     @abstractmethod
     def take(self) -> Tensor:
-        """The bytes that `fetch` asked for, once they are there; work from now on may use them."""
+        """The bytes, asked for by `fetch` if that could be, for work from now on to use."""
 
     @abstractmethod
     def drop(self) -> None:
