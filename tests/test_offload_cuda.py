@@ -226,7 +226,7 @@ def test_after_the_forward_the_device_holds_what_was_not_moved_to_the_byte(quota
         torch.cuda.synchronize()
         held = torch.cuda.memory_allocated() - before
         out.sum().backward()
-        x.grad = None
+        x.grad = out = None
     moved = {1.0: 14, 0.5: 8}[quota]  # the last two are wanted first
     assert seen.offload.tensors_out == moved
     assert held == (16 - moved) * x.nbytes
@@ -312,9 +312,9 @@ def test_above_the_cap_an_error_says_so_if_asked_for() -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_a_warning() -> None:
-    memory = pinned._Slab(MIB).memory
+    slab = pinned._Slab(MIB)
     with pytest.warns(UserWarning, match="could not be pinned"):
-        assert not pinned.pin(memory)  # it is pinned already, which is an error
+        assert not pinned.pin(slab.memory)  # it is pinned already, which is an error
     torch.ones(4, device="cuda").sum().item()  # and the device has forgotten it
 
 

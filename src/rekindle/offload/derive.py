@@ -41,6 +41,8 @@ _OPS: dict[str, tuple[_Made, tuple[str, ...]]] = {
 """Nodes of elementwise ops, and the inputs that each saves."""
 
 
+_TIMES_READ = 4
+"""How many times its own size an activation may read: that is what takes the time."""
 _DEEPEST = 2
 """An activation may be made from one that is made from others, and no further."""
 
@@ -107,12 +109,8 @@ def is_made_by_its_node(x: Tensor) -> bool:
     return (x if x._base is None else x._base).grad_fn is not None
 
 
-def derivation_of(x: Tensor, storage: torch.UntypedStorage, times_read: float) -> Derivation | None:
-    """How to make the whole storage of a saved tensor again, if a cheap op does.
-
-    An elementwise op takes as long as reading its inputs and writing its output. `times_read` is
-    how many times its own size an activation may read.
-    """
+def derivation_of(x: Tensor, storage: torch.UntypedStorage) -> Derivation | None:
+    """How to make the whole storage of a saved tensor again, if a cheap op does."""
     made = x if x._base is None else x._base
     node = made.grad_fn
     # Note [When a node tells the whole truth]
@@ -124,7 +122,7 @@ def derivation_of(x: Tensor, storage: torch.UntypedStorage, times_read: float) -
     inputs = [saved_by(node, name) for name in names]
     if not all(isinstance(saved, Saved | Kept) and saved.is_unchanged() for saved in inputs):
         return None
-    if sum(saved.nbytes for saved in inputs) > times_read * storage.nbytes():
+    if sum(saved.nbytes for saved in inputs) > _TIMES_READ * storage.nbytes():
         return None
     derivation = Derivation(op(node), inputs, made)
     return derivation if derivation.depth <= _DEEPEST else None

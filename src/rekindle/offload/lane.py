@@ -45,7 +45,6 @@ class Lane:
         self.device = device
         self.tier = tier
         self._options = options
-        self._times_read = options.times_read
         self.departed: deque[tuple[Step, int]] = deque()
         """Activations that died, with the bytes they had here: finalizers note it, `_tidy` acts."""
         self._lock = RLock()
@@ -199,7 +198,7 @@ class Lane:
         self, step: Step, x: Tensor, storage: torch.UntypedStorage, place: Place
     ) -> Activation:
         activation = Activation(self, step, x, storage)
-        derivation = derivation_of(x, storage, self._times_read) if self._times_read else None
+        derivation = derivation_of(x, storage) if self._options.derive else None
         if derivation is not None and self._is_trusted(step, derivation, activation):
             activation.derive_from(derivation)
             self._count(tensors_derived=1, bytes_derived=activation.nbytes)

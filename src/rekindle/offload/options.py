@@ -10,7 +10,6 @@ from rekindle.sizes import parse_bytes
 Tier = Literal["host", "disk"]
 OnFull = Literal["keep", "raise"]
 Quota = int | float | str
-_FREE, _CHEAP = 1.1, 4.0
 
 
 @dataclass(frozen=True)
@@ -27,14 +26,6 @@ class Options:
     derive: bool
     is_share: bool = False
     """Whether the quota is a share: 1 byte is not everything, though 1 equals 1.0."""
-
-    @property
-    def times_read(self) -> float:
-        """How many times its own size an activation may read to be made again.
-
-        Where no time is to be lost, that is little: what is read once and written once.
-        """
-        return self.derive * (_FREE if self.quota is None else _CHEAP)
 
 
 def options_of(
