@@ -68,8 +68,7 @@ def inside(context: Callable[[], AbstractContextManager[object]]) -> Forward:
 OFFLOADS = {
     "auto": rekindle.offload(),
     "auto, nothing derived": rekindle.offload(derive=False),
-    **{f"share {share}": rekindle.offload(quota=share) for share in (0.25, 0.5, 0.75, 1.0)},
-    "share 1.0, nothing derived": rekindle.offload(quota=1.0, derive=False),
+    **{f"share {share}": rekindle.offload(quota=share) for share in (0.25, 0.5, 1.0)},
 }
 STRATEGIES: dict[str, Forward] = {
     "plain": plain,

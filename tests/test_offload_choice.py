@@ -4,7 +4,7 @@ The judge is a simulation of a step that shares nothing with the code that choos
 out and a link back, each doing one thing after another.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -12,19 +12,9 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from rekindle.offload import choose as choosing
 from rekindle.offload.choose import Choice, Entry, Link, choose, fetch_ahead, lead_of
 
 LITTLE = 1e-6
-SPARING = choosing._SPARING
-
-
-@pytest.fixture(autouse=True, scope="module")
-def auto_uses_the_whole_link() -> Iterator[None]:
-    """So that what is free can be counted on one hand; a test of its own takes it back."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choosing, "_SPARING", 1.0)
-        yield
 
 
 @dataclass(frozen=True)
@@ -305,14 +295,6 @@ def test_auto_fills_the_link_out_until_backward_begins() -> None:
     made = made_of([8] * 20, forward=1.0, before_turn=1.0, out=4.0, back=4.0)
     # 20 seconds of forward at 0.95 * 4 bytes a second are 76 bytes: nine and a half.
     assert choice_of(made, None).moved == set(range(9))
-
-
-def test_auto_leaves_half_of_the_link_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "_SPARING", SPARING)
-    made = made_of([8] * 20, forward=1.0, before_turn=1.0, out=4.0, back=4.0)
-    # Half of the 76 bytes above.
-    assert SPARING == 0.5
-    assert choice_of(made, None).moved == set(range(4))
 
 
 def test_auto_moves_nothing_over_a_link_that_is_too_slow_for_a_single_copy() -> None:

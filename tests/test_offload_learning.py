@@ -4,7 +4,7 @@ The device, its clock and its links are made up, so that everything is exact: a 
 over the rate of the link, an op takes the seconds it is told to. The tensors and autograd are real.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -18,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import rekindle
-from rekindle.offload import choose as choosing
 from rekindle.offload.activation import Activation, Kept, Saved, may_move, unpack
 from rekindle.offload.choose import Entry
 from rekindle.offload.history import Diary, History, first_seen, history_of, seen_again
@@ -28,14 +27,6 @@ from rekindle.offload.tiers import Copy, Tier
 
 LITTLE = 1e-9
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def auto_uses_the_whole_link() -> Iterator[None]:
-    """So that what is free can be counted on one hand; a test of its own takes it back."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choosing, "_SPARING", 1.0)
-        yield
 
 
 class MadeUpTier(Tier):
