@@ -51,7 +51,7 @@ class MadeUpTier(Tier):
         """Those that take for ever to get out, while others overtake them."""
         self.now = self.waited = 0.0
         self.out_is_free_at = self.back_is_free_at = 0.0
-        self.away = self.coming = self.marks = 0
+        self.away = self.set_aside = self.coming = self.marks = 0
         self.sent: list[int] = []
         self.fetched: list[int] = []
         self.waited_for: list[int] = []
@@ -70,7 +70,7 @@ class MadeUpTier(Tier):
 
     @property
     def pool_bytes(self) -> int:
-        return self.away
+        return self.set_aside
 
     def trim(self) -> None:
         pass
@@ -130,6 +130,7 @@ class MadeUpCopy(Copy):
         self.let_go: Callable[[], None] | None = None
         tier.sent.append(self.name)
         tier.away += data.numel()
+        tier.set_aside = max(tier.set_aside, tier.away)
         tier.out_is_free_at = max(tier.out_is_free_at, tier.now) + data.numel() / tier.out
         self.out_at = 1e9 if self.name in tier.slow else tier.out_is_free_at
         self.back_at = 0.0
@@ -459,6 +460,16 @@ def test_a_known_step_fetches_what_it_sent_in_the_order_of_use(quota: float | No
 def test_from_the_third_run_on_every_run_is_the_same() -> None:
     reports = Trainer(out=4.0, back=3.0).steps(6, [8, 16, 4, 40, 8, 12, 8, 24, 8, 4])
     assert reports[3] == reports[4] == reports[5]
+
+
+def test_a_run_in_which_memory_was_set_aside_tells_no_times() -> None:
+    trainer = Trainer(out=4.0)
+    trainer.step(TEN)
+    trainer.tier.set_aside = 0  # so that the second run sets it aside once more
+    trainer.step(TEN)
+    assert [history.is_settled for history in trainer.known] == [False]
+    trainer.step(TEN)
+    assert [history.is_settled for history in trainer.known] == [True]
 
 
 def test_what_was_set_aside_shrinks_to_what_is_sent_once_times_are_known() -> None:

@@ -178,7 +178,7 @@ class Lane:
                 if step.is_measured:
                     self._share = measured(sizes, diary, self._options.quota, self.tier).share
                 found = first_seen(sizes, diary, self._quota, step.were_derived)
-            elif step.is_measured and not known.is_settled and len(diary.uses) >= len(known.order):
+            elif not known.is_settled and step.tells_times_of(known):
                 found = seen_again(known, diary, self._options.quota, self.tier)
                 self._share, self._trials = found.share, _TRIALS
             else:
@@ -264,9 +264,11 @@ class Lane:
             self._send(activation)
 
     def _send(self, activation: Activation) -> None:
+        step, pool_bytes = activation.step, self.tier.pool_bytes
         if self._leaving.send(activation):
-            activation.step.sent += activation.nbytes
+            step.sent += activation.nbytes
             self._count(tensors_out=1, bytes_out=activation.nbytes)
+        step.set_memory_aside |= self.tier.pool_bytes != pool_bytes
 
     def _stay_below_ceiling(self, step: Step) -> None:
         """Have the device wait for copies until no more activations are there than should be."""

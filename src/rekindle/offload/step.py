@@ -27,6 +27,8 @@ class Step:
         self.choice: Choice | None = history.choice if history else None
         self.is_measured = is_measured
         """Whether it is written down when things happen."""
+        self.set_memory_aside = False
+        """Whether the tier had to, which takes a while: its times are too long."""
         self.diary = Diary()
         self.has_turned = False
         """Whether backward has begun."""
@@ -65,6 +67,11 @@ class Step:
     def is_as_known(self) -> bool:
         """Whether it went as one that is known, to the end."""
         return self.history is not None and len(self.sizes) == len(self.history.sizes)
+
+    def tells_times_of(self, known: History) -> bool:
+        """Whether a step that was seen before can be judged by the times of this one."""
+        is_whole = len(self.diary.uses) >= len(known.order)
+        return self.is_measured and is_whole and not self.set_memory_aside
 
     def add(self, activation: "Activation", key: int) -> None:
         weak = ref(activation)
