@@ -21,8 +21,9 @@ from torch import Tensor
 import rekindle
 from rekindle.offload.activation import Activation
 from rekindle.offload.context import engine_of
-from rekindle.offload.disk import DiskTier, SpillFile
+from rekindle.offload.disk import DiskTier
 from rekindle.offload.lane import Lane
+from rekindle.offload.spill_file import SpillFile
 from rekindle.offload.step import Step
 
 PAGE = 4096

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import rekindle
 from rekindle.internals import saved_by
 from rekindle.offload.context import _engines
-from rekindle.offload.disk import SpillFile
+from rekindle.offload.spill_file import SpillFile
 from tests.programs import MODES, Mode, Program, differences, format_program, programs
 from tests.programs import run as run_program
 from tests.toys import Block, Mlp, Stack, assert_same_step, gradients, same_bits

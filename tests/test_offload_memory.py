@@ -323,7 +323,7 @@ def test_steps_of_other_sizes_each_time_leave_a_bounded_memory_behind(spill: Spi
     for depth in range(3, 43):
         spill.forward(leaf(), depth).backward()
         spill.settle()
-        found.append((len(spill.lane._known), len(spill.lane._past)))
+        found.append((len(spill.lane._lessons.known), len(spill.lane._past)))
     assert max(found) == (16, 0)
 
 

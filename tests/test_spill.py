@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import rekindle
-from rekindle.offload import disk
+from rekindle.offload import spill_file
 from rekindle.offload.context import _engines
 from rekindle.offload.disk import DiskCopy, DiskTier
 from tests.spilling import (
@@ -97,16 +97,16 @@ def test_gradients_are_those_of_the_plain_run_under_any_quota(tmp_path: Path, qu
 def test_an_activation_is_the_same_after_being_cut_in_pieces(
     spill: Spill, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    monkeypatch.setattr(disk, "_PIECE", piece)
+    monkeypatch.setattr(spill_file, "_PIECE", piece)
     x = leaf()
     assert same_bits(spill.gradient(x), plain_gradient(x))
 
 
 def test_an_activation_longer_than_two_pieces_comes_back_the_same(tmp_path: Path) -> None:
     data = torch.randint(256, (130 * 2**20 + 5,), dtype=torch.uint8)
-    assert data.numel() > 2 * disk._PIECE
+    assert data.numel() > 2 * spill_file._PIECE
     tier = DiskTier(str(tmp_path))
-    copy = tier.send(data)
+    copy = tier.send(data, None)
     assert copy is not None
     copy.wait_out()
     copy.fetch()

@@ -155,6 +155,17 @@ def storage_users(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
+def device_segments(device: torch.device) -> int:
+    """How often memory of a device had to be asked from its driver so far."""
+    return int(torch.cuda.memory_stats(device).get("segment.all.allocated", 0))
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells a living storage from all others. No public form."""
+    key: int = storage._cdata
+    return key
+
+
 def saved_by(node: Any, name: str) -> Any:
     """What saved-tensor hooks packed for a node's saved tensor `name`; None if it saved none.
 

@@ -38,6 +38,10 @@ class Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
+_WAITS = 1024
+"""How many waits are noted one by one."""
+
+
 @dataclass
 class Traffic:
     """What went to one tier, host memory or disk, and came back."""
@@ -69,6 +73,9 @@ class Traffic:
 
     def add_wait(self, seconds: Callable[[Any, Any], float], begin: Any, end: Any) -> None:
         self._waits.append(functools.partial(seconds, begin, end))
+        if len(self._waits) > _WAITS:  # the older ones are over by now
+            older = sum(wait() for wait in self._waits[: _WAITS // 2])
+            self._waits[: _WAITS // 2] = [functools.partial(float, older)]
 
 
 @dataclass(eq=False)
@@ -103,7 +110,7 @@ def format_observation(seen: Observation) -> str:
     """The observation as tables: a row per region and one in total, a row per tier in use."""
     tables = []
     fates = {"offload": seen.offload, "spill": seen.spill}
-    moved = {fate: traffic for fate, traffic in fates.items() if traffic.tensors_out}
+    moved = {fate: traffic for fate, traffic in fates.items() if traffic != Traffic()}
     if seen.regions or not moved:
         heads = [f.name.replace("_", " ") for f in fields(Counts)]
         rows = [[name, *_cells(counts)] for name, counts in seen.regions.items()]

@@ -6,7 +6,6 @@ as views of it when backward asks for them.
 
 from threading import Lock
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from rekindle.internals import (
 )
 
 if TYPE_CHECKING:
+    from rekindle.offload.derive import Derivation
     from rekindle.offload.lane import Lane
     from rekindle.offload.step import Step
     from rekindle.offload.tiers import Copy
@@ -36,14 +36,17 @@ class Activation:
 
     __slots__ = (
         "__weakref__",
+        "came_to",
         "copy",
-        "counted",
+        "counts",
         "here",
         "index",
         "is_coming",
         "is_loose",
         "lane",
+        "made_from",
         "nbytes",
+        "saved_on",
         "step",
         "storage",
         "version",
@@ -55,44 +58,50 @@ class Activation:
     ) -> None:
         self.lane = lane
         self.step = step
-        self.index = len(step.activations)
-        self.nbytes = self.counted = storage.nbytes()
-        """Its size, and what of it counts as being on the device while it is here."""
+        self.index = -1
+        """Its number among those of the step that may move."""
+        self.nbytes = storage.nbytes()
         self.here: Tensor | None = bytes_of(storage, x.device)
         """The bytes on the device, or None while they are away."""
+        self.saved_on = lane.tier.place()
+        self.came_to: Any = None
+        """Where the device worked when the bytes came back."""
         self.copy: Copy | None = None
+        self.made_from: Derivation | None = None
+        """What it is made from in backward, in place of being kept or sent."""
+        self.counts = False
+        """Whether its bytes count as being on the device."""
         self.is_coming = self.was_away = False
         self.is_loose = x.grad_fn is None
         """Whether nothing shows that an op made it: Note [Whose tensor is it]."""
         self.storage = StorageWeakRef(storage)
         self.version = version_of(x)
 
-    def weak(self) -> "ref[Activation]":
-        return ref(self)
-
-    def derive_from(self, derivation: "Copy") -> None:
+    def derive_from(self, derivation: "Derivation") -> None:
         """It is neither kept nor sent, but made again."""
-        self.copy = derivation
-        self.index = -1
-        self.counted = 0
-        self.let_go()
-
-    @property
-    def is_derived(self) -> bool:
-        return self.index < 0
+        self.made_from = derivation
+        self.was_away = True
+        self.here = None
 
     def is_wanted(self) -> bool:
         """Whether it has to be fetched before it can be used."""
         return self.here is None and not self.is_coming and self.held_elsewhere() is None
 
-    def return_away(self) -> bool:
-        """Let go of bytes that were fetched, or are being fetched; False if there are none."""
-        if self.copy is None or not (self.is_coming or (self.was_away and self.here is not None)):
-            return False
-        self.copy.drop()
+    def return_away(self) -> None:
+        """Let go of bytes that were brought back, or are being brought back."""
+        if not self.was_away:
+            return
+        if self.copy is not None:
+            self.copy.drop()
         self.is_coming = False
         self.here = None
-        return True
+        self.count(here=False)
+
+    def count(self, here: bool) -> None:
+        """Note that its bytes are on the device, or are not any more."""
+        if self.counts != here and self.made_from is None:
+            self.counts = here
+            self.step.here += self.nbytes if here else -self.nbytes
 
     def let_go(self) -> None:
         """The bytes are safe elsewhere; threads of a tier say so too."""
@@ -124,7 +133,7 @@ class Activation:
         storage = self.held_elsewhere()
         if storage is not None:
             return bytes_of(storage, self.lane.device)
-        return self.copy.at_hand() if self.is_derived and self.copy is not None else None
+        return None if self.made_from is None else self.made_from.at_hand()
 
     def held_elsewhere(self) -> torch.UntypedStorage | None:
         """The storage, if somebody kept it all along, bytes and all."""
@@ -132,8 +141,7 @@ class Activation:
         return storage if storage is not None and storage.nbytes() == self.nbytes else None
 
     def __del__(self) -> None:
-        is_here = self.here is not None or self.is_coming
-        self.lane.departed.append((self.step, self.counted if is_here else 0))
+        self.lane.departed.append((self.step, self.nbytes if self.counts else 0))
         if self.copy is not None:
             self.copy.close()
 
@@ -186,7 +194,9 @@ class Saved:
         with without_modes():
             view = torch.empty(0, dtype=self.dtype, device=data.device)
             view.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
-            return view.data  # at version 0, as if it had just been made
+            same = self.versions.detach()  # whoever changes what is given out is noticed as well
+            same.data = view
+            return same
 
 
 class Kept:

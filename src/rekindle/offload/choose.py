@@ -71,13 +71,12 @@ def choose(
         limit = round(quota * movable) if isinstance(quota, float) else quota
         reached = accumulate(sizes[i] for i in able)
         able = [i for i, nbytes in zip(able, reached, strict=True) if nbytes <= limit]
+    moved = frozenset(able)
+    ceiling = _ceiling(sizes, moved, 0)
     turn = _turn(entries)
     if link is None or not link.out or turn is None:
-        moved = frozenset(able)
-        ceiling = _ceiling(sizes, moved, 0)
         return Choice(moved, ceiling, fetch_ahead(sizes, order, moved))
     link = Link(_MARGIN * link.out, _MARGIN * (link.back or link.out))
-    moved, ceiling = frozenset(able), _ceiling(sizes, frozenset(able), 0)
     if quota is None:
         moved, ceiling = _free(entries, able, order, turn, link)
     return Choice(moved, ceiling, _fetch_in_time(entries, order, moved, link))

@@ -5,17 +5,19 @@ import inspect
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rekindle.internals import capturing, func_transform, pop_hooks, push_hooks
 from rekindle.offload.activation import Kept, Saved, may_move, unpack
-from rekindle.offload.disk import DiskTier, StagedDiskTier
+from rekindle.offload.disk import DiskTier
 from rekindle.offload.host import HostTier
 from rekindle.offload.lane import Lane
-from rekindle.offload.options import OnFull, Options, Quota, Tier, options_of
+from rekindle.offload.options import OnFull, Options, Quota, TierName, options_of
+from rekindle.offload.staged import StagedDiskTier
 from rekindle.replay.switches import recomputing
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -23,7 +25,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def offload(
     *,
-    tier: Tier = "host",
+    tier: TierName = "host",
     quota: Quota = "auto",
     min_bytes: int | str = "1MiB",
     max_host_bytes: int | str | None = None,
@@ -53,8 +55,8 @@ def offload(
             from 0.0 to 1.0, or `"40%"`), or `"auto"`: as much as costs no time, by what was
             measured in the first two steps.
         min_bytes: smaller activations stay.
-        max_host_bytes: the most pinned memory to take for this. By default as much as leaves a
-            tenth of the machine's memory free.
+        max_host_bytes: the most pinned memory to take for each device. By default as much as
+            leaves a tenth of the machine's memory free.
         directory: the folder for `tier="disk"`; by default the system's for temporary files.
         on_full: what becomes of an activation for which there is no room: `"keep"` it where it is,
             with one warning, or `"raise"` an `OffloadError`.
@@ -73,13 +75,13 @@ class Offload:
 
     def __enter__(self) -> Self:
         engine = None
-        if func_transform() is None:  # autograd forbids hooks there
+        # Autograd forbids hooks in transforms; and the compiler cannot trace what is done here.
+        is_hooked = not torch.compiler.is_compiling() and func_transform() is None
+        if is_hooked:
             # What a replay saves, or a captured graph, is used at once or in place.
             engine = None if recomputing.get() or capturing() else engine_of(self.options)
             push_hooks(engine.pack if engine else Kept, unpack)
-            self._stack.append((True, engine))
-        else:
-            self._stack.append((False, None))
+        self._stack.append((is_hooked, engine))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -97,8 +99,11 @@ class Offload:
         return stack
 
     def __call__(self, function: _Function) -> _Function:
-        if not callable(function):
-            raise TypeError(f"offload() decorates a function, not {type(function).__name__}")
+        if not callable(function) or isinstance(function, nn.Module):
+            raise TypeError(
+                f"offload() decorates a function, not {type(function).__name__}; a module's is its "
+                "forward, or the code that calls it"
+            )
         lazy = (
             inspect.isgeneratorfunction,
             inspect.iscoroutinefunction,
@@ -131,7 +136,12 @@ class Offload:
         return hash(self.options)
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{k}={v!r}" for k, v in vars(self.options).items() if v is not None)
+        values = {
+            **asdict(self.options),
+            "quota": "auto" if self.options.quota is None else self.options.quota,
+        }
+        del values["is_share"]
+        given = ", ".join(f"{name}={value!r}" for name, value in values.items())
         return f"rekindle.offload({given})"
 
 
@@ -142,14 +152,16 @@ class Engine:
         self._options = options
         self._process = os.getpid()
         self._lanes: dict[torch.device, Lane | None] = {}
+        self._lock = threading.Lock()
 
     def pack(self, x: Tensor) -> Saved | Kept:
         """What autograd gets in place of a tensor that it saves."""
         if may_move(x, self._options.min_bytes) and os.getpid() == self._process:
             device = x.device
-            if device not in self._lanes:
-                self._lanes[device] = self._lane_for(device)
-            lane = self._lanes[device]
+            lane = self._lanes.get(device)
+            if lane is None and device not in self._lanes:
+                with self._lock:
+                    lane = self._lanes.setdefault(device, self._lane_for(device))
             if lane is not None:
                 return lane.save(x)
         return Kept(x)

@@ -59,7 +59,7 @@ class Departures:
             return False
         problem = "max_host_bytes, or what the machine has left, is reached"
         try:
-            copy = self._tier.send(data)
+            copy = self._tier.send(data, activation.saved_on)
         except OSError as error:
             problem, copy = str(error), None
         if copy is None:
@@ -76,23 +76,24 @@ class Departures:
     def release_finished(self) -> None:
         """Let go of those that are out, in order."""
         while self._queue and self._queue[0].copy.is_out():
-            self._release(_check_out)
+            self._release(self._queue[0].copy.check_out)
 
     def release_first(self, step: "Step | None") -> None:
         """Let go of the one that began to leave first, after waiting for it."""
 
-        def wait_out(copy: Copy) -> None:
+        def wait_out() -> None:
             with self._waiting(step):
                 copy.wait_out()
 
+        copy = self._queue[0].copy
         self._release(wait_out)
 
-    def _release(self, see_out: Callable[[Copy], None]) -> None:
+    def _release(self, see_out: Callable[[], None]) -> None:
         departure = self._queue.popleft()
         self.nbytes -= departure.nbytes
         problem = None
         try:
-            see_out(departure.copy)
+            see_out()
         except OSError as error:
             problem = str(error)
         activation = departure.activation()
@@ -103,7 +104,8 @@ class Departures:
             self._no_room(activation, problem)
         else:
             activation.let_go()
-            activation.step.here -= activation.nbytes
+            if activation.here is None and not activation.is_coming:
+                activation.count(here=False)
 
     def _no_room(self, activation: "Activation", problem: str) -> None:
         where = "host memory" if self._options.tier == "host" else f"{self._options.directory!r}"
@@ -122,7 +124,3 @@ class Departures:
                 f"rekindle.offload: {message} It stays on the device, and so will others.",
                 stacklevel=3,
             )
-
-
-def _check_out(copy: Copy) -> None:
-    copy.check_out()

@@ -6,15 +6,16 @@ activation again takes the device a hundredth of the time in which a link could 
 neither kept nor sent: autograd's own node tells which op made it, and from what.
 
 Note [When a node tells the whole truth]. A tensor at version 0 is what the op behind its `grad_fn`
-made: whoever changes a tensor in place either becomes its `grad_fn` or moves its version. An
-elementwise op makes the same bits whenever it runs on the same bits in the same layout. Only
-`.data` goes behind autograd's back; so the first time that a step is seen, each of these is made at
-once and compared with what it is to replace.
+made: whoever changes a tensor in place either becomes its `grad_fn` or moves its version. The ops
+below make the same bits whenever they run on the same bits in the same layout. Only `.data` goes
+behind autograd's back; so the first time that a step is seen, each of these is made at once and
+compared with what it is to replace.
 """
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ from torch.nn import functional
 
 from rekindle.internals import any_autocast, saved_by, version_of
 from rekindle.offload.activation import Kept, Saved, bytes_of
-from rekindle.offload.tiers import Copy
+
+if TYPE_CHECKING:
+    from rekindle.offload.lane import Lane
 
 _Made = Callable[[Any], Callable[..., Tensor]]
 """The op that a node stands for, given the node: some have settings."""
@@ -30,11 +33,10 @@ _Made = Callable[[Any], Callable[..., Tensor]]
 _OPS: dict[str, tuple[_Made, tuple[str, ...]]] = {
     "DivBackward0": (lambda _: torch.div, ("self", "other")),
     "GeluBackward0": (
-        lambda node: lambda x: functional.gelu(x, approximate=node._saved_approximate),
+        lambda node: partial(functional.gelu, approximate=node._saved_approximate),
         ("self",),
     ),
     "HardswishBackward0": (lambda _: functional.hardswish, ("self",)),
-    "MishBackward0": (lambda _: functional.mish, ("self",)),
     "MulBackward0": (lambda _: torch.mul, ("self", "other")),
     "SiluBackward0": (lambda _: functional.silu, ("self",)),
 }
@@ -43,12 +45,14 @@ _OPS: dict[str, tuple[_Made, tuple[str, ...]]] = {
 
 _TIMES_READ = 4
 """How many times its own size an activation may read: that is what takes the time."""
+_PIECE = 16 * 2**20
+"""How many bytes are compared at a time: comparing takes memory too."""
 _DEEPEST = 2
 """An activation may be made from one that is made from others, and no further."""
 
 
-class Derivation(Copy):
-    """What an activation is made from, in place of a copy of it."""
+class Derivation:
+    """What an activation is made from."""
 
     __slots__ = ("_inputs", "_op", "_shape", "_stride", "depth")
 
@@ -60,24 +64,23 @@ class Derivation(Copy):
         self.depth = 1 + max(map(_depth, inputs))
 
     def gives(self, data: Tensor) -> bool:
-        """Whether it gives these bytes; False if that cannot be seen without waiting."""
-        made = self.at_hand()
-        return made is not None and torch.equal(made, data)
+        """Whether it gives these bytes; False if that cannot be seen, for want of something."""
+        try:
+            made = self.at_hand()
+            if made is None:
+                return False
+            pieces = zip(data.split(_PIECE), made.split(_PIECE), strict=True)
+            return all(torch.equal(one, other) for one, other in pieces)
+        except torch.OutOfMemoryError:
+            return False
 
     def at_hand(self) -> Tensor | None:
+        """The bytes, if all that they are made from is at hand."""
         inputs = [x for saved in self._inputs if (x := saved.at_hand()) is not None]
         return self._make(inputs) if len(inputs) == len(self._inputs) else None
 
-    def is_out(self) -> bool:
-        return True
-
-    def wait_out(self) -> None:
-        pass
-
-    def fetch(self) -> bool:
-        return True
-
-    def take(self) -> Tensor:
+    def make(self) -> Tensor:
+        """The bytes, made again."""
         return self._make([saved.get() for saved in self._inputs])
 
     def _make(self, inputs: list[Tensor]) -> Tensor:
@@ -92,16 +95,10 @@ class Derivation(Copy):
                 ).copy_(made)
         return bytes_of(made.untyped_storage(), device)
 
-    def drop(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._inputs = []
-
 
 def _depth(saved: Saved | Kept) -> int:
-    made_from = saved.activation.copy if isinstance(saved, Saved) else None
-    return made_from.depth if isinstance(made_from, Derivation) else 0
+    made_from = saved.activation.made_from if isinstance(saved, Saved) else None
+    return 0 if made_from is None else made_from.depth
 
 
 def is_made_by_its_node(x: Tensor) -> bool:
@@ -109,7 +106,7 @@ def is_made_by_its_node(x: Tensor) -> bool:
     return (x if x._base is None else x._base).grad_fn is not None
 
 
-def derivation_of(x: Tensor, storage: torch.UntypedStorage) -> Derivation | None:
+def derivation_of(lane: "Lane", x: Tensor, storage: torch.UntypedStorage) -> Derivation | None:
     """How to make the whole storage of a saved tensor again, if a cheap op does."""
     made = x if x._base is None else x._base
     node = made.grad_fn
@@ -122,6 +119,8 @@ def derivation_of(x: Tensor, storage: torch.UntypedStorage) -> Derivation | None
     inputs = [saved_by(node, name) for name in names]
     if not all(isinstance(saved, Saved | Kept) and saved.is_unchanged() for saved in inputs):
         return None
+    if any(isinstance(saved, Saved) and saved.activation.lane is not lane for saved in inputs):
+        return None  # two lanes that ask each other could wait for each other for ever
     if sum(saved.nbytes for saved in inputs) > _TIMES_READ * storage.nbytes():
         return None
     derivation = Derivation(op(node), inputs, made)

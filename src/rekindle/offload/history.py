@@ -1,7 +1,8 @@
 """What is learnt of a step: its activations in order, how backward uses them, and when.
 
 A step is known by the sizes of its activations. The first time it is seen, its order is learnt; the
-second time, with the host memory in place, its times; from the third on nothing more.
+second time, with the host memory in place, its times; the third time is a check, and from then on
+nothing more.
 
 Note [What a step is]. The engine sees activations being saved and being used, not steps. All that
 is saved until backward first uses one of it belongs together, across any number of `with` blocks;
@@ -26,6 +27,8 @@ class History:
     link: Link | None
     is_settled: bool
     """Whether its times are known."""
+    is_checked: bool
+    """Whether it came again after that, and went as expected."""
     choice: Choice
     sizes: tuple[int, ...]
     derived: frozenset[int]
@@ -39,12 +42,17 @@ class History:
     def share(self) -> float:
         return self.moved_bytes / max(sum(self.sizes), 1)
 
+    def checked(self) -> "History":
+        """The same, and there is no more to be learnt."""
+        return replace(self, is_checked=True)
+
     def without(self, stays: set[int]) -> "History":
         """The same, but for activations that turned out to be held by somebody all along."""
         if all(self.entries[i].stays for i in stays):
             return self
         entries = [replace(e, stays=e.stays or i in stays) for i, e in enumerate(self.entries)]
-        return history_of(entries, self.order, self.quota, self.link, self.is_settled, self.derived)
+        known = self.order, self.quota, self.link, self.is_settled, self.derived
+        return replace(history_of(entries, *known), is_checked=self.is_checked)
 
 
 def history_of(
@@ -62,6 +70,7 @@ def history_of(
         quota,
         link,
         is_settled,
+        False,
         choose(entries, order, quota, link),
         tuple(entry.nbytes for entry in entries),
         frozenset(derived),
@@ -105,6 +114,11 @@ class Diary:
                 waited += tier.seconds(self.marks[number - 1], mark)
             times.append(tier.seconds(self.marks[0], mark) - waited)
         return times
+
+    def share_waited(self, tier: Tier) -> float:
+        """The share of the whole time that the device waited."""
+        waited = sum(tier.seconds(self.marks[i - 1], self.marks[i]) for i in self.waits)
+        return waited / max(tier.seconds(self.marks[0], self.marks[-1]), 1e-9)
 
     def entries(self, sizes: Sequence[int], times: Sequence[float]) -> list[Entry]:
         """The activations of the step, with their times if there are any."""

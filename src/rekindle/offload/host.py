@@ -7,12 +7,14 @@ may give its memory to the next kernel of that stream. If the memory belongs to 
 allocator is told of the one it was used on (`record_stream`, which does nothing in the usual case)
 and waits for that. A copy in goes to memory of the stream that asks for it, waits for that stream
 (an earlier kernel may still use the memory) and for the copy out; and whoever uses it, or lets go
-of it, waits for the copy. Every wait is for work that was issued before: no deadlock is possible.
+of it, waits for the copy, or for the stream that did. Every wait is for work that was issued
+before: no deadlock is possible.
 """
 
 import torch
 from torch import Tensor
 
+from rekindle.internals import device_segments
 from rekindle.offload.pinned import PinnedPool, Room
 from rekindle.offload.tiers import Copy, Tier
 
@@ -24,7 +26,7 @@ class HostTier(Tier):
 
     def __init__(self, device: torch.device, max_bytes: int | None) -> None:
         self.device = device
-        self.pool = PinnedPool(max_bytes)
+        self.pool = PinnedPool(device, max_bytes)
         self.out_stream = torch.cuda.Stream(device)
         self.in_stream = torch.cuda.Stream(device)
         self.reads = 0
@@ -32,9 +34,18 @@ class HostTier(Tier):
         self._timed_in: list[_Timing] = []
         self._is_timing = False
 
-    def send(self, data: Tensor) -> "HostCopy | None":
+    def send(self, data: Tensor, saved_on: torch.cuda.Stream) -> "HostCopy | None":
         room = self.pool.take(data.numel())
-        return None if room is None else HostCopy(self, room, data)
+        return None if room is None else HostCopy(self, room, data, saved_on)
+
+    def place(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def join(self, data: Tensor, made_at: torch.cuda.Stream) -> None:
+        here = self.place()
+        if here != made_at:
+            here.wait_stream(made_at)
+            data.record_stream(here)
 
     @property
     def pool_bytes(self) -> int:
@@ -43,8 +54,14 @@ class HostTier(Tier):
     def trim(self) -> None:
         self.pool.trim()
 
-    def shrink(self, nbytes: int) -> None:
-        self.pool.shrink(nbytes)
+    def watch_use(self) -> None:
+        self.pool.watch_use()
+
+    def shrink(self) -> None:
+        self.pool.shrink()
+
+    def growth(self) -> int:
+        return self.pool_bytes + device_segments(self.device)
 
     def time_copies(self, enable: bool) -> None:
         if enable and not self._is_timing:
@@ -89,12 +106,14 @@ class _Timing:
 class Outgoing:
     """A copy from the device to a room. Note [Who waits for whom]."""
 
-    __slots__ = ("_sent_on", "sent")
+    __slots__ = ("_saved_on", "sent")
 
-    def __init__(self, tier: HostTier, room: Room, data: Tensor) -> None:
-        self._sent_on = torch.cuda.current_stream(tier.device)
-        data.record_stream(self._sent_on)
-        tier.out_stream.wait_event(self._sent_on.record_event())
+    def __init__(
+        self, tier: HostTier, room: Room, data: Tensor, saved_on: torch.cuda.Stream
+    ) -> None:
+        self._saved_on = saved_on
+        data.record_stream(saved_on)
+        tier.out_stream.wait_event(saved_on.record_event())
         if tier.pool.last_read is not None:
             tier.out_stream.wait_event(tier.pool.last_read[1])
         timing = tier.timed(data.numel(), inwards=False)
@@ -104,7 +123,7 @@ class Outgoing:
         return bool(self.sent.query())
 
     def wait_out(self) -> None:
-        self._sent_on.wait_event(self.sent)
+        self._saved_on.wait_event(self.sent)
 
 
 class Incoming:
@@ -144,10 +163,12 @@ class HostCopy(Copy):
 
     __slots__ = ("_in", "_out", "_room", "_tier")
 
-    def __init__(self, tier: HostTier, room: Room, data: Tensor) -> None:
+    def __init__(
+        self, tier: HostTier, room: Room, data: Tensor, saved_on: torch.cuda.Stream
+    ) -> None:
         self._tier = tier
         self._room: Room | None = room
-        self._out = Outgoing(tier, room, data)
+        self._out = Outgoing(tier, room, data, saved_on)
         self._in: Incoming | None = None
 
     def is_out(self) -> bool:

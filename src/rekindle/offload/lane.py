@@ -4,15 +4,17 @@ A lane is told of every activation that is saved (`save`) and of every one that 
 (`ask`). Between the two it is here, leaving, away, coming, or here again. Memory is let go in the
 device's order of work: what has left by now is let go, and whenever more would be there than the
 choice allows, the device is made to wait for the oldest copies. So the peak does not depend on how
-far Python runs ahead of the device, and is never higher than chosen.
+far Python runs ahead of the device. What backward asks for before it was fetched, and what is made
+again, comes on top.
 """
 
 import sys
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from threading import RLock, get_ident
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,11 +22,11 @@ from torch import Tensor
 from rekindle import observation
 from rekindle.emptying import empty_when_backward_ends
 from rekindle.errors import OffloadError
-from rekindle.internals import graph_task_id, version_of, without_modes
+from rekindle.internals import graph_task_id, storage_key, version_of, without_modes
 from rekindle.offload.activation import Activation, Saved, bytes_of
 from rekindle.offload.departures import Departures
 from rekindle.offload.derive import Derivation, derivation_of, is_made_by_its_node
-from rekindle.offload.history import History, first_seen, measured, seen_again
+from rekindle.offload.lessons import Lessons
 from rekindle.offload.step import Place, Step
 from rekindle.sizes import format_bytes
 
@@ -32,9 +34,6 @@ if TYPE_CHECKING:
     from rekindle.offload.options import Options
     from rekindle.offload.tiers import Tier
 
-_KNOWN_STEPS = 16
-"""How many steps are remembered: of several models, or of several shapes."""
-_TRIALS = 8
 _getframe = sys._getframe
 
 
@@ -50,14 +49,10 @@ class Lane:
         self._lock = RLock()
         self._step: Step | None = None
         self._past: list[Step] = []
-        """Steps whose backward has begun and that are not all used yet, or not learnt from."""
-        self._known: list[History] = []
+        """Steps whose backward has begun and whose activations are not all dead."""
+        self._lessons = Lessons(options.quota, tier)
         self._leaving = Departures(tier, options, self._waiting)
-        self._share: float | None = None
-        """What was chosen last, as a share: for steps that are not known."""
-        self._trials = _TRIALS
-        """How many more steps are measured before one of them has led somewhere."""
-        self._task = -1
+        self._backwards: dict[int, _Backward] = {}
 
     def save(self, x: Tensor) -> Saved:
         """Take a tensor that autograd saves."""
@@ -68,7 +63,7 @@ class Lane:
             if step.loose and step.choice is not None:
                 self._send_loose(step, running=place)
             storage = x.untyped_storage()
-            known = step.by_storage.get(storage._cdata)
+            known = step.by_storage.get(storage_key(storage))
             activation = known() if known else None
             if activation is None or not self._is_same(activation, x):
                 activation = self._add(step, x, storage, place)
@@ -81,35 +76,42 @@ class Lane:
         """
         if activation.version != version_of(x):
             return False
-        return not activation.is_derived or is_made_by_its_node(x)
+        return activation.made_from is None or is_made_by_its_node(x)
 
     def ask(self, activation: Activation) -> Tensor:
         """The bytes of an activation that backward wants, on the device."""
         with self._lock, without_modes():
             self._tidy()
             step = activation.step
-            if activation.is_derived:
-                return self._derive(activation)
-            self._note_use(step, activation.index)
-            step.use(activation.index)
+            self._note_backward(step, activation)
+            if activation.made_from is None:
+                step.diary.note_used(activation.index, self.tier if step.is_measured else None)
+                step.use(activation.index)
             data = activation.here
-            if data is None:
-                storage = activation.held_elsewhere()
-                if storage is not None:
+            if data is not None:
+                if activation.was_away:
+                    self.tier.join(data, activation.came_to)
+                self._fetch_wanted(step)
+                return data
+            storage = activation.held_elsewhere()
+            if storage is not None:
+                if activation.made_from is None:
                     step.diary.stays.add(activation.index)
-                    return bytes_of(storage, self.device)
-                self._count(prefetch_hits=activation.is_coming)
-                if not activation.is_coming:
-                    self._count(prefetch_misses=1)
-                    self._fetch(activation)
-            self._fetch_wanted(step)
-            return self._take(activation) if data is None else data
+                return bytes_of(storage, self.device)
+            if activation.made_from is not None:
+                data = activation.made_from.make()
+            else:
+                data = self._bring_back(step, activation)
+            activation.here = data
+            activation.came_to = self.tier.place()
+            return data
 
     def pause(self, failed: bool) -> None:
         """A `with` block ends."""
         with self._lock, without_modes():
-            if failed:
-                self._give_up()
+            if failed:  # let go of what it sent; of errors there is one already
+                while self._leaving and self.tier.waits_on_device:
+                    self._leaving.release_first(None)
                 return
             self._tidy()
             step = self._step
@@ -119,26 +121,17 @@ class Lane:
             if self.tier.waits_on_device and step.choice is None:
                 self._release_all()
 
-    def _give_up(self) -> None:
-        """A forward has failed: let go of what it sent, and add no error to the one there is."""
-        while self._leaving and self.tier.waits_on_device:
-            with suppress(OffloadError):
-                self._leaving.release_first(self._step)
-
-    def empty(self) -> None:
-        """A backward has ended: let go of what was fetched and is still away as well."""
+    def empty(self, steps: "set[Step]") -> None:
+        """A backward has ended: let go of what was brought back and can be brought back again."""
         with self._lock:
-            for step in [*self._past, *filter(None, [self._step])]:
-                if not step.has_turned:
-                    continue
+            for step in steps:
                 for weak in [*step.activations, *step.derived]:
                     activation = weak()
                     if activation is None:
                         continue
                     if activation.is_coming:  # for a backward that is still to come, perhaps
                         step.wanted.append(activation.index)
-                    if activation.return_away():
-                        step.here -= activation.counted
+                    activation.return_away()
 
     def trim(self) -> None:
         """Give back the memory, or the disk, that no activation uses."""
@@ -160,50 +153,23 @@ class Lane:
         if step is None or step.has_turned or (step.sizes and not step.living):
             if step is not None and step.has_turned:
                 self._past.append(step)
-            self._learn()
-            is_measured = self._trials > 0 and not all(k.is_settled for k in self._known)
-            self._trials -= is_measured
-            step = self._step = Step(self._known[0] if self._known else None, is_measured)
-            self.tier.time_copies(is_measured)
+            for past in [past for past in self._past if not past.living]:
+                self._lessons.learn(past)
+            self._past = [past for past in self._past if past.living]
+            step = self._step = self._lessons.next_step()
         return step
-
-    def _learn(self) -> None:
-        """Learn from the steps that are over."""
-        over = [step for step in self._past if not step.living]
-        self._past = [step for step in self._past if step.living]
-        for step in over:
-            sizes, diary = tuple(step.sizes), step.diary
-            known = next((k for k in self._known if k.sizes == sizes), None)
-            if known is None:
-                if step.is_measured:
-                    self._share = measured(sizes, diary, self._options.quota, self.tier).share
-                found = first_seen(sizes, diary, self._quota, step.were_derived)
-            elif not known.is_settled and step.tells_times_of(known):
-                found = seen_again(known, diary, self._options.quota, self.tier)
-                self._share, self._trials = found.share, _TRIALS
-            else:
-                found = known.without(diary.stays)
-                if not known.is_settled:  # it comes again, so it is worth measuring
-                    self._trials = _TRIALS
-            self._known = [found, *(k for k in self._known if k is not known)][:_KNOWN_STEPS]
-            if found.is_settled and found is not known and not self._past:
-                self.tier.shrink(max(k.moved_bytes for k in self._known))
-
-    @property
-    def _quota(self) -> int | float | None:
-        """The quota; for steps whose times are not known, what was free in others like them."""
-        return self._share if self._options.quota is None else self._options.quota
 
     def _add(
         self, step: Step, x: Tensor, storage: torch.UntypedStorage, place: Place
     ) -> Activation:
         activation = Activation(self, step, x, storage)
-        derivation = derivation_of(x, storage) if self._options.derive else None
+        step.living += 1
+        derivation = derivation_of(self, x, storage) if self._options.derive else None
         if derivation is not None and self._is_trusted(step, derivation, activation):
             activation.derive_from(derivation)
             self._count(tensors_derived=1, bytes_derived=activation.nbytes)
-        step.add(activation, storage._cdata)
-        if not activation.is_derived:
+        step.add(activation, storage_key(storage))
+        if activation.made_from is None:
             self._decide(step, activation, place)
         return activation
 
@@ -222,18 +188,18 @@ class Lane:
 
     def _decide(self, step: Step, activation: Activation, place: Place) -> None:
         """Send an activation that was just saved, or see later."""
-        step.follow(self._known)
+        step.follow(self._lessons.known)
         if step.is_measured:
             step.diary.note_saved(activation.index, self.tier)
         if step.choice is None:
             if activation.is_loose:
-                step.loose.append((activation.weak(), place))
+                step.loose.append((ref(activation), place))
             else:
                 for ready in step.line_up(activation):
                     self._send_within_quota(step, ready)
         elif activation.index in step.choice.moved:
             if activation.is_loose:
-                step.loose.append((activation.weak(), place))
+                step.loose.append((ref(activation), place))
             else:
                 self._send(activation)
         self._stay_below_ceiling(step)
@@ -257,18 +223,16 @@ class Lane:
 
     def _send_within_quota(self, step: Step, activation: Activation) -> None:
         """In an unknown step: send an activation if enough stayed before it."""
-        quota = 1.0 if self._quota is None else self._quota
+        quota = self._lessons.usual_quota
         step.seen += activation.nbytes
         limit = round(quota * step.seen) if isinstance(quota, float) else quota
         if step.sent + activation.nbytes <= limit:
             self._send(activation)
 
     def _send(self, activation: Activation) -> None:
-        step, pool_bytes = activation.step, self.tier.pool_bytes
         if self._leaving.send(activation):
-            step.sent += activation.nbytes
+            activation.step.sent += activation.nbytes
             self._count(tensors_out=1, bytes_out=activation.nbytes)
-        step.set_memory_aside |= self.tier.pool_bytes != pool_bytes
 
     def _stay_below_ceiling(self, step: Step) -> None:
         """Have the device wait for copies until no more activations are there than should be."""
@@ -283,18 +247,49 @@ class Lane:
         while self._leaving:
             self._leaving.release_first(self._step)
 
-    def _note_use(self, step: Step, index: int) -> None:
+    def _note_backward(self, step: Step, activation: Activation) -> None:
+        """A backward uses a step: perhaps its first use, perhaps another backward than before."""
         if not step.has_turned:
             self._send_loose(step)
             if self.tier.waits_on_device:
                 self._release_all()
-            step.turn(self._known)
-        step.diary.note_used(index, self.tier if step.is_measured else None)
+            if step.is_measured:
+                step.set_memory_aside = self.tier.growth() != step.growth
+            step.turn(self._lessons.known)
         task = graph_task_id()
-        if task not in (-1, self._task):
-            self._task = task
-            empty_when_backward_ends(self)
-            step.restart(index)
+        if task == -1:
+            return
+        backward = self._backwards.get(task)
+        if backward is None:
+            backward = self._backwards[task] = _Backward(self, task)
+            empty_when_backward_ends(backward)
+        if step not in backward.steps:
+            backward.steps.add(step)
+            step.restart(activation.index)
+
+    def forget(self, task: int) -> None:
+        """A backward has ended."""
+        self._backwards.pop(task, None)
+
+    def _bring_back(self, step: Step, activation: Activation) -> Tensor:
+        """The bytes of an activation that is away, and on the way what is wanted after it."""
+        self._count(**{"prefetch_hits" if activation.is_coming else "prefetch_misses": 1})
+        if not activation.is_coming:
+            self._fetch(activation)
+        self._fetch_wanted(step)
+        assert activation.copy is not None, "what is away has a copy"
+        self._note_coming(activation)
+        try:
+            with self._waiting(step):
+                data = activation.copy.take()
+        except OSError as error:
+            raise OffloadError(
+                f"An activation of {format_bytes(activation.nbytes)} could not be read back from "
+                f"{self._options.directory!r}: {error}. Without it this backward cannot be done; "
+                "run the step again, on a disk that can be read."
+            ) from error
+        activation.is_coming = False
+        return data
 
     def _fetch(self, activation: Activation) -> bool:
         assert activation.copy is not None, "what is away has a copy"
@@ -309,46 +304,27 @@ class Lane:
     def _note_coming(self, activation: Activation) -> None:
         if not activation.is_coming:
             activation.is_coming = True
-            activation.step.here += activation.nbytes
+            activation.count(here=True)
             self._count(tensors_in=1, bytes_in=activation.nbytes)
+            if self.tier.fetches_in_stages:
+                activation.step.coming.append(ref(activation))
 
     def _fetch_wanted(self, step: Step) -> None:
         """Begin to bring back what backward uses next, as much as may be there at a time."""
         assert step.choice is not None, "it is made when backward begins, at the latest"
+        coming = [activation for weak in step.coming if (activation := weak()) is not None]
+        step.coming = [ref(activation) for activation in coming if activation.is_coming]
+        for activation in coming:
+            if activation.is_coming:
+                self._fetch(activation)
         while step.wanted:
-            activation = step.activations[step.wanted[0]]()
-            if activation is not None and not activation.stay() and activation.is_wanted():
-                if step.here + activation.nbytes > step.choice.ceiling:
+            wanted = step.activations[step.wanted[0]]()
+            if wanted is not None and not wanted.stay() and wanted.is_wanted():
+                if step.here + wanted.nbytes > step.choice.ceiling:
                     return
-                if not self._fetch(activation):
+                if not self._fetch(wanted):
                     return
             step.wanted.popleft()
-
-    def _take(self, activation: Activation) -> Tensor:
-        assert activation.copy is not None, "what is coming has a copy"
-        self._note_coming(activation)
-        try:
-            with self._waiting(activation.step):
-                data = activation.copy.take()
-        except OSError as error:
-            raise OffloadError(
-                f"An activation of {format_bytes(activation.nbytes)} could not be read back from "
-                f"{self._options.directory!r}: {error}."
-            ) from error
-        activation.is_coming = False
-        activation.here = data
-        return data
-
-    def _derive(self, activation: Activation) -> Tensor:
-        """The bytes of an activation that is made from others."""
-        if activation.here is not None:
-            return activation.here
-        storage = activation.held_elsewhere()
-        if storage is not None:
-            return bytes_of(storage, self.device)
-        assert activation.copy is not None, "what is derived knows how"
-        activation.here = activation.copy.take()
-        return activation.here
 
     @contextmanager
     def _waiting(self, step: Step | None) -> Iterator[None]:
@@ -368,6 +344,19 @@ class Lane:
     def _count(self, **counts: int) -> None:
         for seen in observation.active:
             seen.traffic(self._options.tier).add(self.tier.pool_bytes, **counts)
+
+
+class _Backward:
+    """One run of backward, and the steps it uses: emptied when it ends, however it ends."""
+
+    def __init__(self, lane: Lane, task: int) -> None:
+        self._lane = lane
+        self._task = task
+        self.steps: set[Step] = set()
+
+    def empty(self) -> None:
+        self._lane.forget(self._task)
+        self._lane.empty(self.steps)
 
 
 def _place() -> Place:

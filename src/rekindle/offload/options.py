@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from rekindle.sizes import parse_bytes
 
-Tier = Literal["host", "disk"]
+TierName = Literal["host", "disk"]
 OnFull = Literal["keep", "raise"]
 Quota = int | float | str
 
@@ -16,7 +16,7 @@ Quota = int | float | str
 class Options:
     """How activations are offloaded: a value, by which the engine for it is found again."""
 
-    tier: Tier
+    tier: TierName
     quota: int | float | None
     """Bytes, a share of what can be moved, or None: as much as costs no time."""
     min_bytes: int
@@ -29,7 +29,7 @@ class Options:
 
 
 def options_of(
-    tier: Tier,
+    tier: TierName,
     quota: Quota,
     min_bytes: int | str,
     max_host_bytes: int | str | None,
@@ -38,7 +38,7 @@ def options_of(
     derive: bool,
 ) -> Options:
     """The options, or an error that names the one that is wrong."""
-    if tier not in get_args(Tier):
+    if tier not in get_args(TierName):
         raise ValueError(f'tier should be "host" or "disk", but got {tier!r}')
     if on_full not in get_args(OnFull):
         raise ValueError(f'on_full should be "keep" or "raise", but got {on_full!r}')
@@ -74,6 +74,8 @@ def _quota(quota: Quota, min_bytes: int) -> int | float | None:
                 f"quota as a share should be from 0.0 to 1.0, but got {quota}; bytes are an int"
             )
         return quota
+    if isinstance(quota, str) and not quota[:1].isdigit():
+        raise ValueError(f'quota should be "auto", like "4GiB" or like "40%", but got {quota!r}')
     nbytes = parse_bytes(quota, "quota")
     if 0 < nbytes < min_bytes:
         raise ValueError(

@@ -1,8 +1,9 @@
 """Host memory that a device can copy to and from by itself: a pool that grows in the first step.
 
-Memory is pinned in slabs, page by page, which takes about as long as copying four times as much;
-so slabs are never given back between steps, only by `trim`. A room may be given back while the
-device still reads it: whoever writes to the pool has the device wait for `last_read` first.
+Memory is pinned in slabs, page by page, at about half a second per GiB; so slabs stay from step to
+step, and are given back by `trim`, or by `shrink` once it is known that they are not needed. A room
+may be given back while the device still reads it: whoever writes to the pool has the device wait
+for `last_read` first.
 """
 
 import mmap
@@ -40,7 +41,8 @@ class Room:
 class PinnedPool:
     """Rooms in pinned memory, at most `max_bytes` in all."""
 
-    def __init__(self, max_bytes: int | None) -> None:
+    def __init__(self, device: torch.device, max_bytes: int | None) -> None:
+        self._device = device
         self.max_bytes = max_bytes
         self._slabs: list[_Slab] = []
         self._returned: deque[Room] = deque()
@@ -57,6 +59,7 @@ class PinnedPool:
         for slab in self._slabs:
             start = slab.arena.take(nbytes)
             if start is not None:
+                slab.is_used = True
                 return Room(slab, start, nbytes)
         if not self._grow(aligned(nbytes)):
             return None
@@ -69,19 +72,24 @@ class PinnedPool:
         """Free a room; from any thread, at any moment."""
         self._returned.append(room)
 
-    def shrink(self, nbytes: int) -> None:
-        """Unpin slabs that nobody uses, but keep enough for `nbytes`, cut up as they may be."""
-        self._take_back()
-        for slab in reversed(self._slabs):
-            if not slab.arena.is_unused or self.size - slab.arena.size < nbytes + _SLAB:
-                return
-            self._slabs.remove(slab)
+    def watch_use(self) -> None:
+        """See from now on which slabs are used."""
+        for slab in self._slabs:
+            slab.is_used = False
+
+    def shrink(self) -> None:
+        """Unpin the slabs that were not used since `watch_use`."""
+        self._drop([slab for slab in self._slabs if not slab.is_used])
 
     def trim(self) -> None:
         """Unpin the slabs that nobody uses."""
         self._take_back()
-        for slab in [slab for slab in self._slabs if slab.arena.is_unused]:
-            self._slabs.remove(slab)
+        self._drop([slab for slab in self._slabs if slab.arena.is_unused])
+
+    def _drop(self, slabs: "list[_Slab]") -> None:
+        if slabs:
+            torch.cuda.synchronize(self._device)
+            self._slabs = [slab for slab in self._slabs if slab not in slabs]
 
     def _take_back(self) -> None:
         while self._returned:
@@ -96,7 +104,7 @@ class PinnedPool:
         for length in dict.fromkeys((wished, nbytes)):
             below_cap = self.max_bytes is None or self.size + length <= self.max_bytes
             if below_cap and length <= _memory_left():
-                self._slabs.append(_Slab(length))
+                self._slabs.append(_Slab(length, self._device))
                 return True
         return False
 
@@ -104,24 +112,26 @@ class PinnedPool:
 class _Slab:
     """One stretch of pinned memory."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, nbytes)
-        # Large pages are pinned faster, where there are any.
-        with suppress(AttributeError, OSError):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Large pages are pinned faster, where there are any; a forked process has no use for them.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            with suppress(AttributeError, OSError):
+                memory.madvise(getattr(mmap, advice))
+        self.memory = torch.frombuffer(memory, dtype=torch.uint8)
         self.arena = Arena(nbytes)
-        if pin(self.memory):
-            finalize(self, unpin, self.memory).atexit = False
+        self.is_used = True
+        if pin(self.memory, device):
+            finalize(self, unpin, self.memory, device).atexit = False
 
 
-def pin(memory: Tensor) -> bool:
+def pin(memory: Tensor, device: torch.device) -> bool:
     """Pin a stretch of memory; where that fails, warn and leave it: copies then take longer."""
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(error) == 0:
         return True
     with suppress(RuntimeError):  # the next kernel reports the error that nobody took: this one
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, device=device)
     warnings.warn(
         f"rekindle.offload: {format_bytes(memory.numel())} of host memory could not be pinned "
         f"(CUDA error {int(error)}): activations go to ordinary memory, and training waits.",
@@ -130,16 +140,22 @@ def pin(memory: Tensor) -> bool:
     return False
 
 
-def unpin(memory: Tensor) -> None:
+def unpin(memory: Tensor, device: torch.device) -> None:
     """Undo `pin`, when the device has done with the memory."""
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _memory_left() -> float:
-    """Bytes that may still be pinned on this machine; as many as one likes where it cannot tell."""
+    """Bytes that may still be pinned here; as many as one likes where the system does not tell."""
+    left = float("inf")
     with suppress(OSError, KeyError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (x.split(":") for x in lines)}
-        return sizes["MemAvailable"] - _SPARED * sizes["MemTotal"]
-    return float("inf")
+        left = sizes["MemAvailable"] - _SPARED * sizes["MemTotal"]
+    with suppress(OSError, ValueError):  # of a container, which may have less
+        most, now = (
+            int(Path(f"/sys/fs/cgroup/memory.{x}").read_text()) for x in ("max", "current")
+        )
+        left = min(left, (1 - _SPARED) * most - now)
+    return left

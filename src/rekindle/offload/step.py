@@ -27,8 +27,10 @@ class Step:
         self.choice: Choice | None = history.choice if history else None
         self.is_measured = is_measured
         """Whether it is written down when things happen."""
+        self.growth = 0
+        """What the tier had set aside when it began."""
         self.set_memory_aside = False
-        """Whether the tier had to, which takes a while: its times are too long."""
+        """Whether more had to be, which takes a while: its times are too long."""
         self.diary = Diary()
         self.has_turned = False
         """Whether backward has begun."""
@@ -56,11 +58,14 @@ class Step:
         """The turn at which backward is expected to use each activation."""
         self.reached = -1
         """The last turn that has come."""
+        self.coming: list[ref[Activation]] = []
+        """What is on its way back, if that goes in stages."""
         self.wanted: deque[int] = deque()
         """What is to be fetched next."""
 
     @property
     def lead(self) -> int:
+        """In an unknown step: how much is to follow an activation before it goes."""
         return 2 * self.largest
 
     @property
@@ -76,14 +81,14 @@ class Step:
     def add(self, activation: "Activation", key: int) -> None:
         weak = ref(activation)
         self.by_storage[key] = weak
-        self.living += 1
-        if activation.is_derived:
+        if activation.made_from is not None:
             self.derived.append(weak)
             return
+        activation.index = len(self.activations)
+        activation.count(here=True)
         self.activations.append(weak)
         self.sizes.append(activation.nbytes)
         self.largest = max(self.largest, activation.nbytes)
-        self.here += activation.nbytes
 
     def restart(self, index: int) -> None:
         """Another backward begins, with this activation: it may use what was used before."""

@@ -13,6 +13,8 @@ from torch import Tensor
 
 Mark = Any
 """A moment in the device's order of work."""
+Place = Any
+"""A stream of the device, or None where there is but one."""
 
 
 class Copy(ABC):
@@ -24,15 +26,11 @@ class Copy(ABC):
     def is_out(self) -> bool:
         """Whether what was sent may be let go without waiting."""
 
-    def at_hand(self) -> Tensor | None:
-        """The bytes, if they can be had without any copying."""
-        return None
-
     def when_out(self, let_go: Callable[[], None]) -> None:  # noqa: B027
         """Call `let_go` once it is out, from a thread of the tier's, if it has any."""
 
     def check_out(self) -> None:  # noqa: B027
-        """Raises `OSError` if it is known never to get out."""
+        """Raises `OSError` if it is done, but never got out."""
 
     @abstractmethod
     def wait_out(self) -> None:
@@ -40,7 +38,7 @@ class Copy(ABC):
 
     @abstractmethod
     def fetch(self) -> bool:
-        """Begin to copy the bytes in; False if that is not possible now. Again: goes on with it."""
+        """Begin to copy the bytes in, or go on with it; False if that is not possible now."""
 
     @abstractmethod
     def take(self) -> Tensor:
@@ -61,9 +59,19 @@ class Tier(ABC):
     waits_on_device: bool
     """Whether a wait makes the device wait, and the caller goes on."""
 
+    fetches_in_stages = False
+    """Whether a fetch that has begun is to be asked for again, to go on."""
+
     @abstractmethod
-    def send(self, data: Tensor) -> Copy | None:
+    def send(self, data: Tensor, saved_on: Place) -> Copy | None:
         """Begin to copy bytes out; None if there is no room. Raises `OSError` if it is broken."""
+
+    def place(self) -> Place:
+        """Where the device works now: what is done there next comes after what was done before."""
+        return None
+
+    def join(self, data: Tensor, made_at: Place) -> None:  # noqa: B027
+        """Have work at this place come after what was done at another, and let it use `data`."""
 
     @property
     @abstractmethod
@@ -74,8 +82,15 @@ class Tier(ABC):
     def trim(self) -> None:
         """Give back what the tier set aside and does not use."""
 
-    def shrink(self, nbytes: int) -> None:  # noqa: B027
-        """Give back what will not be needed if no more than `nbytes` are ever away."""
+    def watch_use(self) -> None:  # noqa: B027
+        """See from now on what is used of what was set aside."""
+
+    def shrink(self) -> None:  # noqa: B027
+        """Give back what was not used since `watch_use`."""
+
+    def growth(self) -> int:
+        """A number that changes when anything had to be set aside, which takes a while."""
+        return self.pool_bytes
 
     def time_copies(self, enable: bool) -> None:  # noqa: B027
         """Time copies from now on, or no more, if it costs anything."""
