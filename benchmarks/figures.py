@@ -62,10 +62,15 @@ def offload(results: dict[str, Any], only: Sequence[str] | None = None) -> str:
     heads = ["activations offloaded (times plain)"]
     heads += [f"{shape} {head}" for shape in shapes for head, _, _ in columns]
     rows = [
-        [name, *(format(cells[name, s][key], form) for s in shapes for _, key, form in columns)]
+        [name, *(_cell(cells[name, s], key, form) for s in shapes for _, key, form in columns)]
         for name in names
     ]
     return table(heads, rows)
+
+
+def _cell(result: dict[str, Any], key: str, form: str) -> str:
+    is_counted = result["gib_out"] or not key.startswith(("gib_", "ms_", "link_"))
+    return format(result[key], form) if is_counted else ""
 
 
 def source(results: dict[str, Any], command: str) -> str:

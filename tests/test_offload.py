@@ -1004,3 +1004,26 @@ def test_nothing_is_moved_after_the_with() -> None:
             h = x.sin()
         chain(h).sum().backward()
     assert seen.spill.tensors_out == 0
+
+
+def test_a_module_is_no_function_to_decorate() -> None:
+    with pytest.raises(TypeError, match="not Linear"):
+        rekindle.offload()(torch.nn.Linear(2, 2))
+
+
+def test_the_repr_is_the_call() -> None:
+    assert repr(rekindle.offload(quota=0.5)) == (
+        "rekindle.offload(tier='host', quota=0.5, min_bytes=1048576, max_host_bytes=None, "
+        "directory=None, on_full='keep', derive=True)"
+    )
+    assert "quota='auto'" in repr(rekindle.offload())
+
+
+def test_what_comes_back_is_seen_by_who_observes_only_the_backward() -> None:
+    x = leaf(64)
+    with spilling():
+        loss = padded(padded(x)).sum()
+    with rekindle.observe() as seen:
+        loss.backward()
+    assert seen.spill.tensors_in > 0
+    assert str(seen).startswith("fate")

@@ -1409,3 +1409,25 @@ def test_an_optimizer_that_steps_in_backward_is_plain() -> None:
         return [*model.parameters(), scale]
 
     assert all(map(same_bits, train(spilling()), train(nullcontext())))
+
+
+def test_a_backward_that_changes_what_it_saved_is_an_error_for_the_next_that_needs_it() -> None:
+    class Careless(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            x.mul_(0)
+            return grads[0]
+
+    x = leaf(64)
+    for context in (nullcontext(), *[spilling()] * STEPS):
+        with context:
+            y = x + 1
+            loss = y.sin().sum() + Careless.apply(y).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

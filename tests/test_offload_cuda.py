@@ -175,6 +175,68 @@ def test_activations_made_on_other_streams_agree() -> None:
         assert all(map(same_bits, torch.autograd.grad(out.square().sum(), leaves), expected))
 
 
+def test_branches_on_two_streams_that_share_an_activation_agree() -> None:
+    """Joined only at the end: a copy has to wait for the stream on which its activation was saved,
+    and what came back for one branch is not there yet for the other."""
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    x = torch.randn(512, 256, device="cuda", requires_grad=True)
+    weights = [torch.randn(256, 256, device="cuda", requires_grad=True) for _ in range(6)]
+
+    def forward() -> Tensor:
+        shared = x.sin()
+        outs = []
+        for stream, own in zip(streams, (weights[:3], weights[3:]), strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                y = shared
+                for weight in own:
+                    torch.cuda._sleep(SLEEP)
+                    y = (y @ weight).tanh()
+                outs.append(y * shared)
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        return outs[0] + outs[1]
+
+    leaves = [x, *weights]
+    expected = grads_of(forward, leaves)
+    for _ in range(50):
+        with rekindle.offload(quota=1.0, min_bytes=KIB):
+            out = forward()
+        spoil(x.nbytes, x.nbytes, x.nbytes)
+        assert all(map(same_bits, torch.autograd.grad(out.square().sum(), leaves), expected))
+
+
+@pytest.mark.parametrize("quota", [1.0, "auto"])
+def test_the_pool_does_not_grow_after_the_second_step(quota: Any) -> None:
+    offload = rekindle.offload(quota=quota, min_bytes=KIB)
+    for rows in (4096, 30_000):  # another model, so to speak, on the same engine
+        net, x = model(), torch.randn(rows, 64, device="cuda", requires_grad=True)
+        sizes: list[int] = []
+        assert_steps_agree(
+            net,
+            x,
+            8,
+            lambda: offload,
+            lambda sizes=sizes: sizes.append(only_lane().tier.pool_bytes),
+        )
+        assert sizes[2:] == sorted(sizes[2:], reverse=True)
+        assert max(sizes) == max(sizes[:2])
+
+
+def test_a_spilled_graph_is_right_after_another_was_thrown_away() -> None:
+    """A room of pinned memory is not handed on while the device has still to write to it."""
+    x = torch.randn(MIB // 4, device="cuda", requires_grad=True)
+    offload = rekindle.offload(tier="disk", quota=1.0, derive=False, max_host_bytes=8 * MIB)
+    (expected,) = torch.autograd.grad(chain(x, 12).sum(), x)
+    for _ in range(30):
+        with offload:
+            out = chain(x, 12)
+        torch.cuda._sleep(20 * SLEEP)
+        with offload:
+            chain(torch.full_like(x, 7.0).requires_grad_(), 12)
+        assert same_bits(torch.autograd.grad(out.sum(), x)[0], expected)
+
+
 def test_the_pool_does_not_grow_after_the_first_step() -> None:
     net, x = model(), torch.randn(4096, 64, device="cuda", requires_grad=True)
     sizes = []
