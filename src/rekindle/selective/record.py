@@ -1,0 +1,170 @@
+"""What a region did: values, and the calls that made them.
+
+A value knows the call that made it, a call the values it was given: so whoever holds a value can
+have it made again, and holds nothing else. No table keeps them: when autograd frees what it saved,
+all that only led there goes with it, kept tensors included. What nobody needs in backward is never
+held, whatever a policy says.
+
+Note [What is not made again]. Some values are held by reference, as autograd itself would: the
+region's inputs and whatever else it finds outside; what was changed in place, from then on; memory
+that an op left unwritten (`empty`), because something that no dispatcher sees may write to it; and
+the results of ops that change a buffer, which must not change it twice.
+"""
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rekindle.errors import CheckpointError
+from rekindle.internals import any_autocast, version_of
+from rekindle.replay import rng as random_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from weakref import ref
+
+
+class Held:
+    """A tensor that is held from forward to backward, unless somebody else's hooks hold it."""
+
+    __slots__ = ("_packed", "_unpack", "version", "what")
+
+    def __init__(self, tensor: Tensor, what: str, hooks: Any) -> None:
+        self.what = what
+        self.version = version_of(tensor)
+        if hooks is None:
+            # What an op made gets its `grad_fn` later, and would lead back to who holds it.
+            self._packed: Any = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+            self._unpack: Callable[[Any], Tensor] | None = None
+        else:
+            with torch.no_grad():
+                self._packed = hooks[0](tensor)
+            self._unpack = hooks[1]
+
+    def get(self) -> Tensor:
+        if self._unpack is not None:
+            return self._unpack(self._packed)
+        tensor: Tensor = self._packed
+        if version_of(tensor) != self.version:
+            raise CheckpointError(
+                f"{self.what}, {tensor.dtype} {list(tensor.shape)}, was changed in place after the "
+                f"region used it: it is at version {version_of(tensor)}, expected {self.version}. "
+                "What the region has to make again depends on it. Change a clone of it instead."
+            )
+        return tensor
+
+
+class Value:
+    """One tensor of a recorded region: held, or to be made by the call that made it."""
+
+    __slots__ = ("__weakref__", "held", "maker", "now")
+
+    def __init__(self, maker: "Call | None", held: "Held | None" = None) -> None:
+        self.maker = maker
+        self.held = held
+        self.now: Tensor | None = None
+        """The tensor while backward has use for it, if it was made again."""
+
+    def hold(self, held: "Held") -> None:
+        """From now on it is held; what it was made from is no longer needed for it."""
+        self.held = held
+        self.maker = None
+
+    def at_hand(self) -> Tensor | None:
+        """The tensor, if it is held or was made again."""
+        return self.now if self.held is None else self.held.get()
+
+
+class Call:
+    """One op of a recorded region, to be run again on the same values."""
+
+    __slots__ = ("args", "func", "inputs", "kwargs", "outs", "rng")
+
+    def __init__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Value]
+    ) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs = inputs
+        self.rng: random_state.RngState | None = None
+        self.outs: list[ref[Value]] = []
+
+    def run(self, tensors: dict[int, Tensor]) -> "list[Value]":
+        """Run the op again; the values that still live, and now have their tensors."""
+
+        def given(arg: Any) -> Any:
+            if type(arg) is Value:
+                return tensors[id(arg)]
+            if type(arg) in (list, tuple):
+                return type(arg)([given(item) for item in arg])
+            return arg
+
+        before = None if self.rng is None else random_state.swap(self.rng)
+        try:
+            out = self.func(
+                *[given(arg) for arg in self.args],
+                **{key: given(arg) for key, arg in self.kwargs.items()},
+            )
+        finally:
+            if before is not None:
+                random_state.restore(before)
+        made = []
+        for weak, tensor in zip(self.outs, tensors_of(out), strict=True):
+            value = weak()
+            if value is not None and value.held is None:
+                value.now = tensor
+                made.append(value)
+        return made
+
+
+def tensors_of(out: Any) -> list[Tensor]:
+    """The tensors that an op returned, in order."""
+    if isinstance(out, Tensor):
+        return [out]
+    if isinstance(out, tuple | list):
+        return [tensor for item in out for tensor in tensors_of(item)]
+    return []
+
+
+def make(wanted: Value) -> "list[Value]":
+    """Have a value made, by the calls it depends on and no others; all that was made for it."""
+    made: list[Value] = []
+    with torch.no_grad(), _no_autocast():
+        for call in _needed(wanted):
+            tensors = {}
+            for value in call.inputs:
+                tensor = value.at_hand()
+                assert tensor is not None, "calls are run in order"
+                tensors[id(value)] = tensor
+            made += call.run(tensors)
+    return made
+
+
+def _needed(wanted: Value) -> list[Call]:
+    """The calls to run, each after those it depends on."""
+    calls: dict[int, Call] = {}
+    stack: list[tuple[Value, bool]] = [(wanted, False)]
+    while stack:
+        value, is_ready = stack.pop()
+        call = value.maker
+        if call is None or value.now is not None or id(call) in calls:
+            continue
+        if is_ready:
+            calls[id(call)] = call
+        else:
+            stack.append((value, True))
+            stack += [(given, False) for given in call.inputs]
+    return list(calls.values())
+
+
+def _no_autocast() -> AbstractContextManager[Any]:
+    """Ops were recorded after autocast had cast: it must not cast again."""
+    stack = ExitStack()
+    if any_autocast():
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
