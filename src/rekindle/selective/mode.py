@@ -20,6 +20,7 @@ Keeps = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 class _Kind(Enum):
     """What there is to know of an op before it runs."""
 
+    VIEW = "shows an argument in another way"
     PURE = "makes its results from its arguments, the same every time"
     RANDOM = "draws random numbers"
     CHANGES = "changes an argument"
@@ -43,6 +44,8 @@ def _kind_of(func: Any) -> _Kind:
         kind = _Kind.LOOSE
     elif torch.Tag.nondeterministic_seeded in func.tags:
         kind = _Kind.RANDOM
+    elif func.is_view:
+        kind = _Kind.VIEW
     else:
         kind = _Kind.PURE
     _kinds[func] = kind
@@ -109,6 +112,8 @@ class RecordMode(TorchDispatchMode):
         call = Call(func, self._noted(args, inputs), kwargs and self._named(kwargs, inputs), inputs)
         call.rng = rng
         keeps = self._keeps(out, func, args, kwargs)
+        if kind is _Kind.VIEW and inputs[0].held is not None:
+            keeps = keeps or inputs[0].held.can_be_shown  # a view of what is held costs nothing
         values = self._values
         for tensor in tensors_of(out):
             value = Value(call)

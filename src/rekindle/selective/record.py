@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 class Held:
     """A tensor that is held from forward to backward, unless somebody else's hooks hold it."""
 
-    __slots__ = ("_packed", "_unpack", "version", "what")
+    __slots__ = ("_packed", "_unpack", "is_elsewhere", "version", "what")
 
     def __init__(self, tensor: Tensor, what: str, hooks: Any) -> None:
         self.what = what
         self.version = version_of(tensor)
+        self.is_elsewhere = hooks is not None
+        """Whether somebody's hooks hold it, so that it takes something to get it."""
         if hooks is None:
             # What an op made gets its `grad_fn` later, and would lead back to who holds it.
             self._packed: Any = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
@@ -42,6 +44,11 @@ class Held:
             with torch.no_grad():
                 self._packed = hooks[0](tensor)
             self._unpack = hooks[1]
+
+    @property
+    def can_be_shown(self) -> bool:
+        """Whether views of it may be held as well; a parameter's memory may be exchanged."""
+        return not self.is_elsewhere and not isinstance(self._packed, nn.Parameter)
 
     def get(self) -> Tensor:
         if self._unpack is not None:
@@ -72,9 +79,15 @@ class Value:
         self.held = held
         self.maker = None
 
-    def at_hand(self) -> Tensor | None:
-        """The tensor, if it is held or was made again."""
-        return self.now if self.held is None else self.held.get()
+    def tensor(self, made: "list[Value]") -> Tensor | None:
+        """The tensor, if it is held or was made again; what had to be brought back is noted."""
+        if self.now is None and self.held is not None:
+            tensor = self.held.get()
+            if not self.held.is_elsewhere:
+                return tensor
+            self.now = tensor
+            made.append(self)
+        return self.now
 
 
 class Call:
@@ -92,32 +105,33 @@ class Call:
         self.rng: random_state.RngState | None = None
         self.outs: list[ref[Value]] = []
 
-    def run(self, tensors: dict[int, Tensor]) -> "list[Value]":
-        """Run the op again; the values that still live, and now have their tensors."""
-
-        def given(arg: Any) -> Any:
-            if type(arg) is Value:
-                return tensors[id(arg)]
-            if type(arg) in (list, tuple):
-                return type(arg)([given(item) for item in arg])
-            return arg
-
+    def run(self, made: list[Value]) -> None:
+        """Run the op again, and note the values that still live and now have their tensors."""
+        args = [_given(arg, made) for arg in self.args]
+        kwargs = {key: _given(arg, made) for key, arg in self.kwargs.items()}
         before = None if self.rng is None else random_state.swap(self.rng)
         try:
-            out = self.func(
-                *[given(arg) for arg in self.args],
-                **{key: given(arg) for key, arg in self.kwargs.items()},
-            )
+            out = self.func(*args, **kwargs)
         finally:
             if before is not None:
                 random_state.restore(before)
-        made = []
         for weak, tensor in zip(self.outs, tensors_of(out), strict=True):
             value = weak()
             if value is not None and value.held is None:
                 value.now = tensor
                 made.append(value)
-        return made
+
+
+def _given(arg: Any, made: list[Value]) -> Any:
+    """An argument with tensors in place of values."""
+    kind = type(arg)
+    if kind is Value:
+        tensor = arg.tensor(made)
+        assert tensor is not None, "calls are run in order"
+        return tensor
+    if kind is list or kind is tuple:
+        return kind([_given(item, made) for item in arg])
+    return arg
 
 
 def tensors_of(out: Any) -> list[Tensor]:
@@ -129,18 +143,16 @@ def tensors_of(out: Any) -> list[Tensor]:
     return []
 
 
-def make(wanted: Value) -> "list[Value]":
-    """Have a value made, by the calls it depends on and no others; all that was made for it."""
-    made: list[Value] = []
-    with torch.no_grad(), _no_autocast():
-        for call in _needed(wanted):
-            tensors = {}
-            for value in call.inputs:
-                tensor = value.at_hand()
-                assert tensor is not None, "calls are run in order"
-                tensors[id(value)] = tensor
-            made += call.run(tensors)
-    return made
+def make(wanted: Value, made: list[Value]) -> Tensor:
+    """Have a value made, by the calls it depends on and no others; note all that was made."""
+    if torch.is_grad_enabled() or any_autocast():
+        with torch.no_grad(), _no_autocast():
+            return make(wanted, made)
+    for call in _needed(wanted):
+        call.run(made)
+    tensor = wanted.now
+    assert tensor is not None, "the last call made it"
+    return tensor
 
 
 def _needed(wanted: Value) -> list[Call]:

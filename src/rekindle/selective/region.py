@@ -27,7 +27,7 @@ class Region:
         self._mode = RecordMode(keeps, top_hooks(False))
         self._lock = RLock()
         self._made: list[ref[Value]] = []
-        self.ops_replayed = 0
+        self._task = -1
 
     def __enter__(self) -> None:
         push_hooks(self._pack, _unpack)
@@ -46,17 +46,23 @@ class Region:
     def get(self, value: Value) -> Tensor:
         """The tensor of a value, made again if need be."""
         with self._lock, without_modes():
-            tensor = value.at_hand()
+            made: list[Value] = []
+            tensor = value.tensor(made)
             if tensor is None:
-                made = make(value)
+                tensor = make(value, made)
+            if made:
                 self._made += map(ref, made)
-                if graph_task_id() != -1:
-                    empty_when_backward_ends(self)
-                tensor = value.now
-                assert tensor is not None, "it was just made"
-                if graph_task_id() == -1:
-                    self.empty()
+                self._empty_in_time()
             return tensor
+
+    def _empty_in_time(self) -> None:
+        """See to it that what was made is let go when the backward ends; at once, if none runs."""
+        task = graph_task_id()
+        if task == -1:
+            self.empty()
+        elif task != self._task:
+            self._task = task
+            empty_when_backward_ends(self)
 
     def empty(self) -> None:
         """A backward has ended: let go of what was made for it."""
