@@ -28,6 +28,8 @@ class _Kind(Enum):
     UNSEEN = "of no interest"
 
 
+_VIEWS = ("_unsafe_view",)
+"""Show their argument's memory, though their schema does not say so."""
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _CHANGES_BUFFERS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm")
 _kinds: dict[Any, _Kind] = {}
@@ -44,7 +46,7 @@ def _kind_of(func: Any) -> _Kind:
         kind = _Kind.LOOSE
     elif torch.Tag.nondeterministic_seeded in func.tags:
         kind = _Kind.RANDOM
-    elif func.is_view:
+    elif func.is_view or name in _VIEWS:
         kind = _Kind.VIEW
     else:
         kind = _Kind.PURE
