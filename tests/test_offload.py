@@ -1027,3 +1027,29 @@ def test_what_comes_back_is_seen_by_who_observes_only_the_backward() -> None:
         loss.backward()
     assert seen.spill.tensors_in > 0
     assert str(seen).startswith("fate")
+
+
+def test_a_step_of_nothing_but_derived_activations_is_learnt_as_well() -> None:
+    a, b = leaf(64, 1), leaf(1, 64)
+    (expected,) = torch.autograd.grad((a * b).sin().sum(), a)
+    offload = rekindle.offload(tier="disk", min_bytes=1024)
+    for _ in range(6):
+        with offload:
+            loss = (a * b).sin().sum()
+        assert same_bits(torch.autograd.grad(loss, a)[0], expected)
+
+
+def test_what_is_made_again_has_the_bits_of_its_forward_under_another_number_of_threads() -> None:
+    x, w = leaf(70_000), leaf(70_000)
+    threads = torch.get_num_threads()
+    try:
+        for _ in range(STEPS):
+            torch.set_num_threads(1)
+            expected = torch.autograd.grad((functional.silu(x.sin()) * w).sum(), w)
+            with spilling():
+                loss = (functional.silu(x.sin()) * w).sum()
+            torch.set_num_threads(2)
+            assert same_bits(torch.autograd.grad(loss, w)[0], expected[0])
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)

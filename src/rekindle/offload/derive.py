@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rekindle.errors import RekindleError
 from rekindle.internals import any_autocast, saved_by, version_of
 from rekindle.offload.activation import Kept, Saved, bytes_of
 
@@ -54,10 +55,15 @@ _DEEPEST = 2
 class Derivation:
     """What an activation is made from."""
 
-    __slots__ = ("_inputs", "_op", "_shape", "_stride", "depth")
+    __slots__ = ("_inputs", "_op", "_shape", "_stride", "_threads", "depth", "name")
 
-    def __init__(self, op: Callable[..., Tensor], inputs: list[Saved | Kept], made: Tensor) -> None:
+    def __init__(
+        self, name: str, op: Callable[..., Tensor], inputs: list[Saved | Kept], made: Tensor
+    ) -> None:
+        self.name = name
         self._op = op
+        self._threads = torch.get_num_threads()
+        """How many share the work on a CPU: it is cut up by that, and ends of pieces round so."""
         self._inputs = inputs
         self._shape = made.shape
         self._stride = made.stride()
@@ -81,13 +87,23 @@ class Derivation:
 
     def make(self) -> Tensor:
         """The bytes, made again."""
-        return self._make([saved.get() for saved in self._inputs])
+        try:
+            return self._make([saved.get() for saved in self._inputs])
+        except RekindleError as error:
+            raise RekindleError(
+                f"{error} Another activation was to be made from it again; derive=False keeps or "
+                "sends that one instead."
+            ) from None
 
     def _make(self, inputs: list[Tensor]) -> Tensor:
         device = inputs[0].device
         with torch.no_grad(), ExitStack() as stack:
             if any_autocast():  # what was saved has been cast already
                 stack.enter_context(torch.autocast(device.type, enabled=False))
+            threads = torch.get_num_threads()
+            if device.type == "cpu" and threads != self._threads:
+                torch.set_num_threads(self._threads)
+                stack.callback(torch.set_num_threads, threads)
             made = self._op(*inputs)
             if made.stride() != self._stride:
                 made = torch.empty_strided(
@@ -123,5 +139,5 @@ def derivation_of(lane: "Lane", x: Tensor, storage: torch.UntypedStorage) -> Der
         return None  # two lanes that ask each other could wait for each other for ever
     if sum(saved.nbytes for saved in inputs) > _TIMES_READ * storage.nbytes():
         return None
-    derivation = Derivation(op(node), inputs, made)
+    derivation = Derivation(node.name(), op(node), inputs, made)
     return derivation if derivation.depth <= _DEEPEST else None

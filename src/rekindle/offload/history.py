@@ -12,9 +12,13 @@ Where that guess is wrong only time is lost: nothing that is computed depends on
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from rekindle.offload.choose import Choice, Entry, Link, choose
 from rekindle.offload.tiers import Mark, Tier
+
+Derivable: TypeAlias = tuple[int, str, int]
+"""One that could be made from others: its number among those of a step, its op, its bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +35,7 @@ class History:
     """Whether it came again after that, and went as expected."""
     choice: Choice
     sizes: tuple[int, ...]
-    derived: frozenset[int]
+    derived: frozenset[Derivable]
     """Which of the activations that could be made from others gave the same bits."""
 
     @property
@@ -61,7 +65,7 @@ def history_of(
     quota: float | None,
     link: Link | None,
     is_settled: bool,
-    derived: Iterable[int] = (),
+    derived: Iterable[Derivable] = (),
 ) -> History:
     """What is known of a step, with the choice that follows from it."""
     return History(
@@ -117,6 +121,8 @@ class Diary:
 
     def share_waited(self, tier: Tier) -> float:
         """The share of the whole time that the device waited."""
+        if not self.marks:
+            return 0.0
         waited = sum(tier.seconds(self.marks[i - 1], self.marks[i]) for i in self.waits)
         return waited / max(tier.seconds(self.marks[0], self.marks[-1]), 1e-9)
 
@@ -133,7 +139,7 @@ class Diary:
 
 
 def first_seen(
-    sizes: Sequence[int], diary: Diary, quota: float | None, derived: Iterable[int] = ()
+    sizes: Sequence[int], diary: Diary, quota: float | None, derived: Iterable[Derivable] = ()
 ) -> History:
     """What is known of a step after the first time: its order, and what can be made again."""
     return history_of(diary.entries(sizes, []), diary.uses, quota, None, False, derived)

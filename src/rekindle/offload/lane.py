@@ -151,11 +151,12 @@ class Lane:
         """The step that is being saved: Note [What a step is]."""
         step = self._step
         if step is None or step.has_turned or (step.sizes and not step.living):
-            if step is not None and step.has_turned:
-                self._past.append(step)
-            for past in [past for past in self._past if not past.living]:
-                self._lessons.learn(past)
-            self._past = [past for past in self._past if past.living]
+            seen = [*self._past, *([step] if step is not None and step.has_turned else [])]
+            self._past = [past for past in seen if past.living]
+            self._step = None
+            for past in seen:
+                if not past.living:
+                    self._lessons.learn(past)
             step = self._step = self._lessons.next_step()
         return step
 
@@ -175,15 +176,15 @@ class Lane:
 
     def _is_trusted(self, step: Step, derivation: Derivation, activation: Activation) -> bool:
         """Whether the bits will be the same: Note [When a node tells the whole truth]."""
-        number = step.derivable
+        derivable = step.derivable, derivation.name, activation.nbytes
         step.derivable += 1
         assert activation.here is not None, "it was just saved"
         if step.history is not None:
-            is_trusted = number in step.history.derived
+            is_trusted = derivable in step.history.derived
         else:
             is_trusted = derivation.gives(activation.here)
         if is_trusted:
-            step.were_derived.add(number)
+            step.were_derived.add(derivable)
         return is_trusted
 
     def _decide(self, step: Step, activation: Activation, place: Place) -> None:

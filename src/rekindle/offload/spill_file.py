@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from threading import Lock
 
@@ -158,7 +158,7 @@ def _do(
         return
     try:
         work(data, start, after)
-    except (OSError, RuntimeError) as error:
+    except BaseException as error:  # noqa: BLE001  (whoever waits for it is to know)
         done.set_exception(error.with_traceback(None))  # which leads back to `done`
     else:
         del data
@@ -172,7 +172,10 @@ def succeeded(future: "Future[None]") -> bool:
 
 def wait_for(future: "Future[None]") -> None:
     """Wait until it is done. Raises an error of its own: the future's would hold all that waits."""
-    error = None if future.cancelled() else future.exception()
+    try:
+        error = future.exception()
+    except CancelledError:  # nobody wants it any more
+        return
     if error is not None:
         raise OSError(getattr(error, "errno", None) or errno.EIO, _message(error))
 

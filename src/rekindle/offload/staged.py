@@ -179,6 +179,7 @@ class StagedCopy(Copy):
         room, reading = self._room, self._reading
         self._room = self._reading = None
         if room is not None and reading is not None:
+            reading.cancel()
             reading.add_done_callback(lambda _: self._tier.host.pool.give_back(room))
         elif room is not None:
             self._tier.host.pool.give_back(room)

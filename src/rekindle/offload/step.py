@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from weakref import ref
 
 from rekindle.offload.choose import Choice, fetch_ahead, lead_of
-from rekindle.offload.history import Diary, History
+from rekindle.offload.history import Derivable, Diary, History
 
 if TYPE_CHECKING:
     from rekindle.offload.activation import Activation
@@ -39,7 +39,7 @@ class Step:
         """Those that are made from others; the rest of what is here is not about them."""
         self.derivable = 0
         """How many could be, by their nodes."""
-        self.were_derived: set[int] = set()
+        self.were_derived: set[Derivable] = set()
         """Which of those were."""
         self.by_storage: dict[int, ref[Activation]] = {}
         self.sizes: list[int] = []
