@@ -5,8 +5,14 @@ import os
 # oneDNN picks bf16 kernels that some CPUs announce and cannot run; see scripts/_env.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+from concurrent.futures import wait
+from typing import Any
+
 import pytest
 import torch
+
+from rekindle.offload.context import _engines
+from rekindle.offload.spill_file import SpillFile
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,3 +37,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fixed_seed() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def new_engines() -> None:
+    """Nothing was learnt of any step, and no room is set aside."""
+    _engines.clear()
+
+
+@pytest.fixture
+def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent is away by the next line, so that backward needs it back and counts are exact.
+
+    `monkeypatch.undo()` has it written in the background again.
+    """
+    write = SpillFile.write
+
+    def write_now(self: SpillFile, *args: Any) -> Any:
+        writing = write(self, *args)
+        wait([writing])
+        return writing
+
+    monkeypatch.setattr(SpillFile, "write", write_now)
