@@ -374,14 +374,15 @@ def test_above_the_cap_an_error_says_so_if_asked_for() -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_a_warning() -> None:
-    slab = pinned._Slab(MIB)
+    device = torch.device("cuda", 0)
+    slab = pinned._Slab(MIB, device)
     with pytest.warns(UserWarning, match="could not be pinned"):
-        assert not pinned.pin(slab.memory)  # it is pinned already, which is an error
+        assert not pinned.pin(slab.memory, device)  # it is pinned already, which is an error
     torch.ones(4, device="cuda").sum().item()  # and the device has forgotten it
 
 
 def test_gradients_agree_in_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "pin", lambda memory: False)
+    monkeypatch.setattr(pinned, "pin", lambda memory, device: False)
     x = torch.randn(256, 64, device="cuda", requires_grad=True)
     assert_steps_agree(
         model(cycles=SLEEP), x, 20, lambda: rekindle.offload(quota=1.0, min_bytes=KIB)
