@@ -23,6 +23,7 @@ from rekindle.compat.checkpoint import (
 from tests.toys import Mlp, Stack, assert_same_step, same_bits
 
 aten = torch.ops.aten
+torchs_contexts = torch_module.create_selective_checkpoint_contexts
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -218,7 +219,7 @@ every_policy = pytest.mark.parametrize(("policy", "saved"), POLICIES.values(), i
 
 
 def selective(policy: Any, log: OpLog | None = None, **options: Any) -> Callable[[], Contexts]:
-    """Torch's contexts for a policy; `log` sees what is run in the replay, and not what is kept."""
+    """The contexts for a policy; `log` sees what is run in the replay, and not what is kept."""
 
     def contexts() -> Contexts:
         forward, replay = create_selective_checkpoint_contexts(policy, **options)
@@ -228,7 +229,7 @@ def selective(policy: Any, log: OpLog | None = None, **options: Any) -> Callable
 
 
 @every_policy
-def test_torchs_selective_contexts_give_plain_gradients(policy: Any, saved: set[Any]) -> None:
+def test_selective_contexts_give_plain_gradients(policy: Any, saved: set[Any]) -> None:
     x, w = leaf(4, 4), leaf(4, 4)
     assert_same_step(
         lambda: matmuls(x, w),
@@ -244,7 +245,7 @@ def test_a_replay_runs_the_ops_that_the_policy_did_not_save(policy: Any, saved: 
     contexts = selective(policy, log)
     out = compat.checkpoint(matmuls, leaf(4, 4), leaf(4, 4), context_fn=contexts, **options)
     out.sum().backward()
-    run = [op for op in log.ops if op is not aten.detach.default]  # torch's modes ignore it
+    run = [op for op in log.ops if op is not aten.detach.default]  # the modes ignore it
     mm, sin, sigmoid = aten.mm.default, aten.sin.default, aten.sigmoid.default
     ops = [mm, sin, mm, sigmoid, aten.exp.default, aten.mul.Tensor]
     expected = [op for op in ops if op not in saved]
@@ -274,27 +275,49 @@ def test_saved_ops_of_a_stack_are_as_plain_with_dropout() -> None:
     )
 
 
-def test_a_second_backward_over_selective_contexts_is_torchs_error() -> None:
-    contexts = selective([aten.mm.default])
-    out = compat.checkpoint(
-        matmuls, leaf(4, 4), leaf(4, 4), use_reentrant=False, context_fn=contexts
-    )
-    out.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward an extra time"):
-        out.sum().backward()
+@pytest.mark.parametrize("create", [create_selective_checkpoint_contexts, torchs_contexts])
+def test_a_second_backward_over_selective_contexts_gives_the_same(create: Any) -> None:
+    """Field note 10: torch's engine allows one."""
+    x, w = leaf(4, 4), leaf(4, 4)
+    contexts = functools.partial(create, [aten.mm.default])
+    out = compat.checkpoint(matmuls, x, w, use_reentrant=False, context_fn=contexts).sum()
+    one = torch.autograd.grad(out, (x, w), retain_graph=True)
+    other = torch.autograd.grad(out, (x, w))
+    assert all(map(same_bits, one, other))
 
 
 def mutates_what_is_kept(x: Tensor) -> Tensor:
     return torch.mm(x, x).sin_().exp()
 
 
-def test_a_kept_tensor_that_was_changed_in_place_is_torchs_error() -> None:
-    contexts = selective([aten.mm.default])
-    out = compat.checkpoint(
-        mutates_what_is_kept, leaf(4, 4), use_reentrant=False, context_fn=contexts
+@pytest.mark.parametrize("create", [create_selective_checkpoint_contexts, torchs_contexts])
+def test_a_kept_tensor_that_is_changed_in_place_is_kept_as_it_was(create: Any) -> None:
+    """Field note 14: torch raises."""
+    x = leaf(4, 4)
+    contexts = functools.partial(create, [aten.mm.default])
+    assert_same_step(
+        lambda: mutates_what_is_kept(x),
+        lambda: rekindle.checkpoint(mutates_what_is_kept, x, context_fn=contexts),
+        [x],
     )
-    with pytest.raises(RuntimeError, match="has been mutated"):
+
+
+def test_the_modes_by_themselves_refuse_a_kept_tensor_that_was_changed_in_place() -> None:
+    contexts = selective([aten.mm.default], OpLog())
+    out = rekindle.checkpoint(mutates_what_is_kept, leaf(4, 4), context_fn=contexts)
+    with pytest.raises(rekindle.CheckpointError, match="changed in place"):
         out.sum().backward()
+
+
+def test_the_modes_run_under_torchs_own_checkpoint() -> None:
+    x, w = leaf(4, 4), leaf(4, 4)
+    assert_same_step(
+        lambda: matmuls(x, w),
+        lambda: torch_module.checkpoint(
+            matmuls, x, w, use_reentrant=False, context_fn=selective([aten.mm])
+        ),
+        [x, w],
+    )
 
 
 def test_a_subclass_of_torchs_private_modes_runs_on_our_engine() -> None:

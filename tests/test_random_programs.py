@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 from weakref import WeakSet
 
 import pytest
@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, assume, find, given, note, settings
 
 import rekindle
 from rekindle.replay.frame import Frame
+from rekindle.selective.region import Region as SelectiveRegion
 from tests.programs import (
     MODES,
     Block,
@@ -38,18 +39,23 @@ QUICK_ON_A_GPU = 60
 
 
 @pytest.fixture
-def frames(monkeypatch: pytest.MonkeyPatch) -> WeakSet[Frame]:
+def frames(monkeypatch: pytest.MonkeyPatch) -> WeakSet[Any]:
     """The frames that are alive."""
-    alive: WeakSet[Frame] = WeakSet()
+    alive: WeakSet[Any] = WeakSet()
 
-    class Noted(Frame):
-        def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-            frame = super().__new__(cls)
-            alive.add(frame)
-            return frame
+    class NotedFrame(Frame):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            alive.add(self)
 
-    for module in ("rekindle.checkpoint", "rekindle.compat.checkpoint"):
-        monkeypatch.setattr(sys.modules[module], "Frame", Noted)
+    class NotedRegion(SelectiveRegion):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            alive.add(self)
+
+    module = sys.modules["rekindle.checkpoint"]
+    monkeypatch.setattr(module, "Frame", NotedFrame)
+    monkeypatch.setattr(module, "Region", NotedRegion)
     return alive
 
 
@@ -84,7 +90,7 @@ def _plain(program: Program, device: str, modes: Mapping[str, Mode]) -> dict[str
     raise AssertionError
 
 
-def _check(program: Program, frames: WeakSet[Frame], device: str) -> None:
+def _check(program: Program, frames: WeakSet[Any], device: str) -> None:
     note(format_program(program))
     expected = _plain(program, device, MODES)
     frames.clear()
@@ -98,7 +104,7 @@ def _check(program: Program, frames: WeakSet[Frame], device: str) -> None:
     assert left == 0, f"{left} regions are held by a reference cycle"
 
 
-def _left(frames: WeakSet[Frame], device: str) -> int:
+def _left(frames: WeakSet[Any], device: str) -> int:
     """How many frames outlive their step."""
     patience = time.monotonic() + 1
     # A device's thread may let go of the last node a moment after backward has returned.
@@ -107,7 +113,7 @@ def _left(frames: WeakSet[Frame], device: str) -> int:
     return len(frames)
 
 
-def _check_many(request: pytest.FixtureRequest, frames: WeakSet[Frame], device: str) -> None:
+def _check_many(request: pytest.FixtureRequest, frames: WeakSet[Any], device: str) -> None:
     wanted = request.config.getoption("--programs")
     ran = 0
 
@@ -126,7 +132,7 @@ def _check_many(request: pytest.FixtureRequest, frames: WeakSet[Frame], device: 
 
 
 def test_random_programs_end_a_step_as_the_plain_run_does(
-    request: pytest.FixtureRequest, frames: WeakSet[Frame]
+    request: pytest.FixtureRequest, frames: WeakSet[Any]
 ) -> None:
     _check_many(request, frames, "cpu")
 
@@ -183,6 +189,6 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
 def test_random_programs_end_a_step_as_the_plain_run_does_on_a_gpu(
-    request: pytest.FixtureRequest, frames: WeakSet[Frame]
+    request: pytest.FixtureRequest, frames: WeakSet[Any]
 ) -> None:
     _check_many(request, frames, "cuda")

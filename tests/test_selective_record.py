@@ -9,10 +9,12 @@ from weakref import ref
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 import rekindle
 from benchmarks.decoder import SHAPES, Block
+from rekindle import policies
 from rekindle.selective.record import Call
 from rekindle.selective.region import run
 from tests.toys import Stack, assert_same_step, same_bits
@@ -25,16 +27,9 @@ MATMULS = {
 }
 
 
-def nothing(out: Any, op: Any, args: Any, kwargs: Any) -> bool:
-    return False
-
-
-def everything(out: Any, op: Any, args: Any, kwargs: Any) -> bool:
-    return True
-
-
-def matmuls(out: Any, op: Any, args: Any, kwargs: Any) -> bool:
-    return op in MATMULS
+nothing = policies.recompute()
+everything = policies.keep()
+matmuls = policies.keep(MATMULS)
 
 
 POLICIES = [nothing, everything, matmuls]
@@ -45,16 +40,16 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     """How often each op is run again."""
     again, ran = Call.run, Counter[Any]()
 
-    def counted(self: Call, made: list[Any]) -> None:
+    def counted(self: Call, made: list[Any], for_good: bool) -> None:
         ran[self.func] += 1
-        again(self, made)
+        again(self, made, for_good)
 
     monkeypatch.setattr(Call, "run", counted)
     return ran
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_decoder_block_has_plain_gradients(policy: Callable[..., bool]) -> None:
+def test_a_decoder_block_has_plain_gradients(policy: policies.Policy) -> None:
     block = Block(SHAPES["tiny"], dtype=torch.float32)
     x = torch.randn(1, 8, 32, requires_grad=True)
     leaves = [x, *block.parameters()]
@@ -62,7 +57,7 @@ def test_a_decoder_block_has_plain_gradients(policy: Callable[..., bool]) -> Non
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_dropout_has_the_same_mask(policy: Callable[..., bool]) -> None:
+def test_dropout_has_the_same_mask(policy: policies.Policy) -> None:
     stack, x = Stack(drop=0.3), torch.randn(5, 8, requires_grad=True)
     leaves = [x, *stack.parameters()]
     assert_same_step(
@@ -71,7 +66,7 @@ def test_dropout_has_the_same_mask(policy: Callable[..., bool]) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_op_that_draws_is_made_again_with_the_same_numbers(policy: Callable[..., bool]) -> None:
+def test_an_op_that_draws_is_made_again_with_the_same_numbers(policy: policies.Policy) -> None:
     x = torch.randn(64, requires_grad=True)
 
     def region(x: Tensor) -> Tensor:
@@ -81,7 +76,7 @@ def test_an_op_that_draws_is_made_again_with_the_same_numbers(policy: Callable[.
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_in_place_ops_and_views_have_plain_gradients(policy: Callable[..., bool]) -> None:
+def test_in_place_ops_and_views_have_plain_gradients(policy: policies.Policy) -> None:
     x = torch.randn(6, 4, requires_grad=True)
 
     def region(x: Tensor) -> Tensor:
@@ -171,13 +166,13 @@ def test_all_that_is_held_dies_with_the_graph_without_the_collector() -> None:
     x = torch.randn(8, requires_grad=True)
     kept: list[Any] = []
 
-    def keep(out: Any, op: Any, args: Any, kwargs: Any) -> bool:
-        kept.append(torch.multiprocessing.reductions.StorageWeakRef(out.untyped_storage()))
+    def keep(ctx: Any, op: Any, *args: Any) -> bool:
+        kept.append(StorageWeakRef(ctx.op_output.untyped_storage()))
         return True
 
     gc.disable()
     try:
-        out = run(keep, lambda x: x.exp().sin().cos(), x).sum()
+        out = run(policies.of(keep), lambda x: x.exp().sin().cos(), x).sum()
         del out
         assert all(weak.expired() for weak in kept)
     finally:

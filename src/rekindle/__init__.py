@@ -1,7 +1,8 @@
 """Train models that do not fit in memory, with gradients bit for bit unchanged."""
 
+from rekindle import policies
 from rekindle.checkpoint import checkpoint, checkpoint_sequential
-from rekindle.compiled.handover import noop_context_fn
+from rekindle.compiled.handover import SAC_IGNORED_OPS, CheckpointPolicy, noop_context_fn
 from rekindle.errors import CheckpointError, OffloadError, RekindleError
 from rekindle.observation import Counts, Observation, Traffic, observe
 from rekindle.offload.context import Offload, offload
@@ -17,13 +18,17 @@ from rekindle.replay.switches import (
     set_checkpoint_debug_enabled,
     set_checkpoint_early_stop,
 )
+from rekindle.selective.front import create_selective_checkpoint_contexts, name
+from rekindle.selective.where import SelectiveCheckpointContext
 
 # Last: compat imports the names above from this module.
 from rekindle.compat.patch import patch_torch  # isort: skip
 
 __all__ = [
+    "SAC_IGNORED_OPS",
     "CheckpointError",
     "CheckpointFunction",
+    "CheckpointPolicy",
     "Counts",
     "DefaultDeviceType",
     "GraphExecGroup",
@@ -31,17 +36,21 @@ __all__ = [
     "Offload",
     "OffloadError",
     "RekindleError",
+    "SelectiveCheckpointContext",
     "Traffic",
     "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",
+    "create_selective_checkpoint_contexts",
     "detach_variable",
     "get_device_states",
     "is_recomputing",
+    "name",
     "noop_context_fn",
     "observe",
     "offload",
     "patch_torch",
+    "policies",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",

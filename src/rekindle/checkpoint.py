@@ -8,11 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rekindle import policies
 from rekindle.compiled.handover import hand_over, noop_context_fn
 from rekindle.internals import func_transform
 from rekindle.replay.frame import Frame
-from rekindle.replay.options import ContextFn, DeterminismCheck, options_of
+from rekindle.replay.options import (
+    ContextFn,
+    DeterminismCheck,
+    Options,
+    contexts_from,
+    options_of,
+)
 from rekindle.replay.reentrant import CheckpointFunction
+from rekindle.selective.contexts import policy_in
+from rekindle.selective.region import Region
 
 
 def checkpoint(
@@ -43,7 +52,8 @@ def checkpoint(
         function: what to run.
         *args: its positional arguments.
         use_reentrant: the variant without a graph in forward, for code that relies on it.
-        context_fn: gives two context managers, one for forward and one for the replay.
+        context_fn: a policy (`rekindle.policies`) that says what is kept, offloaded or spilled; or
+            a function that gives two context managers, one for forward and one for the replay.
         determinism_check: `"default"` compares shape, dtype and device of what a replay gives back
             with the forward; `"values"` the content too; `"none"` nothing.
         debug: a mismatch shows the ops of forward and replay where they part.
@@ -77,17 +87,33 @@ def checkpoint(
         return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
             function, preserve_rng_state, *args
         )
-    frame = Frame(function, args, kwargs, options)
-    with frame:
+    region = region_of(function, args, kwargs, options)
+    with region:
         out = function(*args, **kwargs)
     if isinstance(out, Tensor):
-        frame.has_one_output = True
+        region.has_one_output = True
     elif type(out) in _LAZY:
         raise TypeError(
             f"{function!r} returns a {type(out).__name__}: it has not run yet, so there is nothing "
             "to checkpoint. Checkpoint the functions that it calls."
         )
     return out
+
+
+def region_of(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+) -> Frame | Region:
+    """What to enter around a region's forward: recorded if it has a policy, else to be replayed."""
+    if options.context_fn is None:
+        return Frame(function, args, kwargs, options)
+    contexts = contexts_from(options.context_fn)
+    policy = policy_in(contexts)
+    if policy is None:
+        return Frame(function, args, kwargs, options, contexts)
+    return Region(policies.of(policy), function, options.determinism_check == "values")
 
 
 _LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)

@@ -127,6 +127,24 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+def with_versions(function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    """Call a function so that views it makes share their version counter. No public form.
+
+    Inside a dispatch mode they would not: it runs below the part of autograd that sees to it.
+    """
+    was = _is_excluded(_VERSIONS)
+    _set_excluded(_VERSIONS, False)
+    try:
+        return function(tensor)
+    finally:
+        _set_excluded(_VERSIONS, was)
+
+
 class _Nothing(dict[torch.device, torch.Tensor]):
     """A tensor without data on each device."""
 

@@ -199,6 +199,16 @@ class Watch:
         for tensor in inputs:
             self._count(tensor, "held" if held else None)
 
+    def held(self, tensor: Tensor) -> None:
+        """The region holds a tensor until backward."""
+        self._count(tensor, "held")
+
+    def replayed(self, ops: int, again: bool) -> None:
+        """Some ops of the region ran again; not for the first time in this backward, perhaps."""
+        for counts in self._counts:
+            counts.replays += not again
+            counts.ops_replayed += ops
+
     def saved(self, tensor: Tensor) -> None:
         """Autograd saved a tensor in the region's forward, and the region dropped it."""
         self._count(tensor, "dropped")

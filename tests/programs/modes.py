@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as torch_module
 from torch import Tensor
 
 import rekindle
 import rekindle.compat.checkpoint
+from rekindle import policies
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -74,6 +76,11 @@ class Mode:
     """Whether it can take no more than a reentrant region can."""
 
 
+def under(policy: Any, **options: Any) -> Mode:
+    """A region under a policy."""
+    return Mode(functools.partial(rekindle.checkpoint, context_fn=policy, **options))
+
+
 MODES: dict[str, Mode] = {
     # To add a mode, add a line: its name, and what to call as `(function, *args, **kwargs)`.
     "default": Mode(rekindle.checkpoint),
@@ -93,6 +100,18 @@ MODES: dict[str, Mode] = {
     ),
     "spilled or derived": Mode(
         inside(lambda: rekindle.offload(tier="disk", quota=0.7, min_bytes=0))
+    ),
+    "keep everything": under(policies.keep()),
+    "keep nothing": under(policies.recompute()),
+    "keep matmuls": under(policies.keep_matmuls_and_attention),
+    "recompute cheap": under(policies.recompute_cheap, determinism_check="values"),
+    "every second": under(policies.every(2, policies.keep())),
+    "spill some": under(policies.every(3, policies.spill()) | policies.every(2, policies.keep())),
+    "torch's policy": under(
+        functools.partial(
+            torch_module.create_selective_checkpoint_contexts,
+            lambda ctx, op, *args, **kwargs: "mul" in str(op),
+        )
     ),
     "reentrant": Mode(
         functools.partial(rekindle.checkpoint, use_reentrant=True), reference=_kept, reentrant=True

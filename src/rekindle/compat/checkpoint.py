@@ -2,25 +2,26 @@
 
     from rekindle.compat.checkpoint import checkpoint   # instead of torch.utils.checkpoint
 
-The selective names (`create_selective_checkpoint_contexts` and its friends) are torch's own
-objects: our engine runs the contexts they make. A few private names are here because other people's
-code imports them.
+A few private names are here because other people's code imports them.
 """
 
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-import torch.utils.checkpoint as _torch
 from torch import nn
 
 import rekindle
 from rekindle import (
+    SAC_IGNORED_OPS,
     CheckpointError,
     CheckpointFunction,
+    CheckpointPolicy,
     DefaultDeviceType,
     GraphExecGroup,
+    SelectiveCheckpointContext,
     check_backward_validity,
+    create_selective_checkpoint_contexts,
     detach_variable,
     get_device_states,
     noop_context_fn,
@@ -28,17 +29,14 @@ from rekindle import (
     set_checkpoint_early_stop,
     set_device_states,
 )
+from rekindle.checkpoint import region_of
 from rekindle.internals import func_transform, grad_enabled
-from rekindle.replay.frame import Frame
 from rekindle.replay.options import ContextFn, options_of
 from rekindle.replay.rng import infer_device_type
+from rekindle.selective.contexts import CachedMode, CachingMode
 
-SAC_IGNORED_OPS = _torch.SAC_IGNORED_OPS
-CheckpointPolicy = _torch.CheckpointPolicy
-SelectiveCheckpointContext = _torch.SelectiveCheckpointContext
-create_selective_checkpoint_contexts = _torch.create_selective_checkpoint_contexts
-_CachedTorchDispatchMode = _torch._CachedTorchDispatchMode
-_CachingTorchDispatchMode = _torch._CachingTorchDispatchMode
+_CachedTorchDispatchMode = CachedMode
+_CachingTorchDispatchMode = CachingMode
 _DEFAULT_DETERMINISM_MODE = "default"
 _infer_device_type = infer_device_type
 
@@ -128,5 +126,5 @@ def _checkpoint_without_reentrant_generator(
     if not grad_enabled() or func_transform() is not None:
         yield
         return
-    with Frame(fn, args, kwargs, options):
+    with region_of(fn, args, kwargs, options):
         yield

@@ -14,6 +14,13 @@ torch_module = torch.utils.checkpoint
 
 torch_checkpoint = torch_module.checkpoint
 noop_context_fn = torch_module.noop_context_fn
+CheckpointPolicy = torch_module.CheckpointPolicy
+"""torch's own: its partitioner compares members by identity."""
+SAC_IGNORED_OPS = torch_module.SAC_IGNORED_OPS
+TorchSelectiveContext = torch_module.SelectiveCheckpointContext
+torch_selective_contexts = torch_module.create_selective_checkpoint_contexts
+TORCHS_MODES = (torch_module._CachingTorchDispatchMode, torch_module._CachedTorchDispatchMode)
+"""What torch's own contexts for a policy are made of."""
 
 
 def hand_over(

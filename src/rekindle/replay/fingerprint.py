@@ -147,10 +147,14 @@ class Fingerprints:
 
 
 def _drift(position: int, before: Fingerprint, after: Fingerprint) -> Drift:
+    return Drift(position, after.what, how_much(before, after))
+
+
+def how_much(before: Fingerprint, after: Fingerprint) -> str:
+    """In which way two contents differ."""
     change = (before.sample - after.sample).abs()
     moved = int((change > 0).sum())
-    how_much = (
+    return (
         f"norm {float(before.norm):.9g} in forward, {float(after.norm):.9g} in replay; of "
         f"{change.numel()} elements looked at {moved} differ, by at most {float(change.max()):.3g}"
     )
-    return Drift(position, after.what, how_much)

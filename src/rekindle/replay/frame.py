@@ -95,6 +95,7 @@ class Frame:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: Options,
+        contexts: tuple[Any, Any] | None = None,
     ) -> None:
         self.function = function
         self.options = options
@@ -112,8 +113,7 @@ class Frame:
         self.sites: list[RawSite] = []
         self._lock = RLock()
         if not options.plain:
-            if options.context_fn is not None:
-                self.contexts = _two(options.context_fn())
+            self.contexts = contexts
             if options.determinism_check == "values":
                 self.values = Fingerprints()
                 self.looking = True
@@ -403,14 +403,6 @@ class _Spoiled(NamedTuple):
     position: int
     expected: int
     version: int
-
-
-def _two(contexts: Any) -> tuple[Any, Any]:
-    if not (isinstance(contexts, tuple | list) and len(contexts) == 2):
-        raise TypeError(
-            f"context_fn should return two context managers, but returned {type(contexts).__name__}"
-        )
-    return contexts[0], contexts[1]
 
 
 def _reusable(context: Any) -> Any:

@@ -62,3 +62,13 @@ def options_of(
         )
     contexts = None if context_fn is noop_context_fn else context_fn
     return Options(contexts, determinism_check, debug, early_stop, preserve_rng_state)
+
+
+def contexts_from(context_fn: ContextFn) -> tuple[Any, Any]:
+    """The contexts of one call of a region."""
+    contexts: Any = context_fn()
+    if not (isinstance(contexts, tuple | list) and len(contexts) == 2):
+        raise TypeError(
+            f"context_fn should return two context managers, but returned {type(contexts).__name__}"
+        )
+    return contexts[0], contexts[1]

@@ -1,20 +1,26 @@
 """Records a region's forward, op by op, and asks the policy what becomes of each result."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum
-from typing import Any
+from threading import local
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rekindle.internals import storage_key
+from rekindle.compiled.handover import SAC_IGNORED_OPS
+from rekindle.internals import capturing, storage_key
 from rekindle.replay import rng as random_state
-from rekindle.selective.record import Call, Held, Value, tensors_of
+from rekindle.replay.switches import recomputing
+from rekindle.selective.contexts import Counter
+from rekindle.selective.fates import Fate
+from rekindle.selective.record import Call, Held, Hooks, Value, tensors_of
+from rekindle.selective.tiers import hooks_of, pause
 
-Keeps = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Asked for the fate of what an op made: its result, the op, its arguments."""
+if TYPE_CHECKING:
+    from rekindle.policies import Policy
 
 
 class _Kind(Enum):
@@ -22,49 +28,84 @@ class _Kind(Enum):
 
     VIEW = "shows an argument in another way"
     PURE = "makes its results from its arguments, the same every time"
-    RANDOM = "draws random numbers"
+    RANDOM = "draws random numbers, or may"
     CHANGES = "changes an argument"
     LOOSE = "leaves its result unwritten, or changes what its schema does not say"
-    UNSEEN = "of no interest"
 
 
-_VIEWS = ("_unsafe_view",)
+_VIEWS = ("_unsafe_view", "wait_tensor")
 """Show their argument's memory, though their schema does not say so."""
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _CHANGES_BUFFERS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm")
+_PURE_OPERATORS = ("flex_attention",)
+"""Higher-order operators that can be run again; of others nobody knows."""
+_OWN = ("aten", "prims", "_c10d_functional")
+"""Namespaces whose ops say of themselves whether they draw random numbers."""
 _kinds: dict[Any, _Kind] = {}
 
 
 def _kind_of(func: Any) -> _Kind:
     """How an op is treated: Note [What is not made again]."""
-    name = func.name().split("::")[-1].split(".")[0] if hasattr(func, "_schema") else ""
-    if not name:
-        kind = _Kind.LOOSE
-    elif func._schema.is_mutable:
-        kind = _Kind.CHANGES
-    elif name in _UNWRITTEN or any(part in name for part in _CHANGES_BUFFERS):
-        kind = _Kind.LOOSE
-    elif torch.Tag.nondeterministic_seeded in func.tags:
-        kind = _Kind.RANDOM
-    elif func.is_view or name in _VIEWS:
-        kind = _Kind.VIEW
+    if not hasattr(func, "_schema"):
+        kind = _Kind.PURE if func.name() in _PURE_OPERATORS else _Kind.LOOSE
     else:
-        kind = _Kind.PURE
+        kind = _kind_by_schema(func)
     _kinds[func] = kind
     return kind
+
+
+def _kind_by_schema(func: Any) -> _Kind:
+    name = func.name().split("::")[-1].split(".")[0]
+    if func._schema.is_mutable:
+        return _Kind.CHANGES
+    if name in _UNWRITTEN or any(part in name for part in _CHANGES_BUFFERS):
+        return _Kind.LOOSE
+    if torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _OWN:
+        return _Kind.RANDOM
+    if func.is_view or name in _VIEWS:
+        return _Kind.VIEW
+    return _Kind.PURE
+
+
+class _Running(local):
+    """The regions that are recorded on this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.modes: list[RecordMode] = []
+
+
+_running = _Running()
+
+
+def name_tensor(tensor: Tensor, name: str) -> None:
+    """A tensor gets a name in every region that is being recorded."""
+    for mode in _running.modes:
+        mode.name(tensor, name)
 
 
 class RecordMode(TorchDispatchMode):
     """Entered around a region's forward."""
 
-    def __init__(self, keeps: Keeps, hooks: Any) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, policy: "Policy", hooks: Hooks | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._keeps = keeps
+        self._policy = policy
         self._hooks = hooks
+        """The saved-tensor hooks around the region, which get to see what is kept."""
+        self._fates: dict[Any, Fate] = _remembered(policy) if policy.by_op_alone else {}
         self._values: dict[int, tuple[ref[Tensor], Value]] = {}
         """The value of each tensor that lives, by the tensor's id."""
         self._held: dict[int, list[tuple[ref[Value], ref[Tensor]]]] = {}
         """Values that are held, by storage: copied before the storage changes."""
+        self._fresh: list[tuple[Tensor, Value, Any, Hooks | None]] = []
+        """What the last op made and is to be held: autograd has not marked it yet."""
+        self._counter = Counter()
+        self._is_blind = False
+        """Whether what runs now is not the region's."""
+        self._just_saved: set[Value] = set()
+        """What autograd saved since the last op: Note [What an op saves before it runs]."""
+        self._tiers: set[Fate] = set()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -74,57 +115,139 @@ class RecordMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # to keep the compiler out of every op costs as much as noting it
 
+    def __enter__(self) -> Any:
+        _running.modes.append(self)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        _running.modes.remove(self)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     def value_of(self, tensor: Tensor) -> Value:
         """The value of a tensor; one that the region did not make is held as it is."""
         found = self._values.get(id(tensor))
         if found is not None and found[0]() is tensor:
             return found[1]
-        return self._hold(tensor, Value(None), "A tensor from outside the region")
+        value = Value(None)
+        self._hold(tensor, value, None, self._hooks_for(tensor))
+        return value
 
-    def _hold(self, tensor: Tensor, value: Value, what: str) -> Value:
-        value.hold(Held(tensor, what, self._hooks_for(tensor)))
+    def saved(self, tensor: Tensor) -> Value:
+        """The value of a tensor that autograd saves."""
+        self._is_blind = True
+        try:
+            if self._fresh:
+                self.settle()
+            value = self.value_of(tensor)
+        finally:
+            self._is_blind = False
+        self._just_saved.add(value)
+        return value
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """A tensor gets a name: perhaps the policy wants it held for that."""
+        found = self._values.get(id(tensor))
+        fate = self._policy.fate_of_name(name)
+        if fate is None or fate is Fate.RECOMPUTE or found is None or found[0]() is not tensor:
+            return
+        if found[1].held is None:
+            self._hold(tensor, found[1], name, self._hooks_of(fate))
+
+    def held_values(self) -> list["ref[Value]"]:
+        """Everything that was held, whether or not anything needs it."""
+        return [value for values in self._held.values() for value, _ in values]
+
+    def _hold(self, tensor: Tensor, value: Value, what: Any, hooks: Hooks | None) -> None:
+        value.hold(Held(tensor, what, hooks))
+        self._note(tensor, value)
+
+    def _note(self, tensor: Tensor, value: Value) -> None:
         self._values[id(tensor)] = ref(tensor), value
         if tensor.layout is torch.strided and type(tensor) is Tensor:
             key = storage_key(tensor.untyped_storage())
             self._held.setdefault(key, []).append((ref(value), ref(tensor)))
-        return value
 
-    def _hooks_for(self, tensor: Tensor) -> Any:
+    def _hooks_for(self, tensor: Tensor) -> Hooks | None:
         return None if tensor.is_leaf and tensor.requires_grad else self._hooks
 
-    def close(self) -> None:
+    def _hooks_of(self, fate: Fate) -> Hooks | None:
+        """Who is to hold what has a fate; a replay uses it at once, so there it is kept."""
+        if fate is Fate.KEEP or recomputing.get() or capturing():
+            return self._hooks
+        self._tiers.add(fate)
+        return hooks_of(fate)
+
+    def close(self, failed: bool) -> None:
         """The forward is over: only what autograd saved keeps values alive."""
-        self._values.clear()
-        self._held.clear()
+        try:
+            self.settle()
+        finally:
+            self._fresh.clear()
+            self._just_saved.clear()
+            self._values.clear()
+            self._held.clear()
+            pause(self._tiers, failed)
+
+    def settle(self) -> None:
+        """Hand what the last op made to whoever holds it: by now autograd has marked it."""
+        fresh, self._fresh = self._fresh, []
+        for tensor, value, func, hooks in fresh:
+            value.hold(Held(tensor, func, hooks))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_blind:
+            return func(*args, **kwargs)
+        if self._fresh:
+            self.settle()
         kind = _kinds.get(func) or _kind_of(func)
         if kind is _Kind.CHANGES:
             return self._change(func, args, kwargs)
-        rng = random_state.take(()) if kind is _Kind.RANDOM else None
+        self._just_saved.clear()
+        rng = None
+        if kind is _Kind.RANDOM:
+            if kwargs.get("generator") is not None:
+                kind = _Kind.LOOSE  # its own generator, which goes on
+            rng = random_state.take(())
         out = func(*args, **kwargs)
         if kind is _Kind.LOOSE:
             for tensor in tensors_of(out):
-                self._hold(tensor, Value(None), f"What {func} made")
+                self._hold(tensor, Value(None), func, self._hooks_for(tensor))
             return out
         inputs: list[Value] = []
         call = Call(func, self._noted(args, inputs), kwargs and self._named(kwargs, inputs), inputs)
         call.rng = rng
-        keeps = self._keeps(out, func, args, kwargs)
-        if kind is _Kind.VIEW and inputs[0].held is not None:
-            keeps = keeps or inputs[0].held.can_be_shown  # a view of what is held costs nothing
+        fate = self._fates.get(func) or self._fate(func, out, args, kwargs)
+        if kind is _Kind.VIEW and fate is Fate.RECOMPUTE and inputs:
+            held = inputs[0].held
+            if held is not None and held.can_be_shown:
+                fate = Fate.KEEP  # a view of what is held costs nothing
         values = self._values
         for tensor in tensors_of(out):
             value = Value(call)
             call.outs.append(ref(value))
-            if keeps:
-                self._hold(tensor, value, f"What {func} made")
-            else:
+            if fate is Fate.RECOMPUTE:
                 values[id(tensor)] = ref(tensor), value
+            else:
+                self._keep(tensor, value, func, fate)
         return out
+
+    def _fate(self, func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fate:
+        """Ask the policy."""
+        if func in SAC_IGNORED_OPS:
+            return Fate.RECOMPUTE
+        policy = self._policy
+        ctx = self._counter.context(func, out, args, kwargs, is_recompute=False)
+        fate = policy.fate(ctx) or Fate.RECOMPUTE
+        if policy.by_op_alone:
+            self._fates[func] = fate
+        return fate
+
+    def _keep(self, tensor: Tensor, value: Value, func: Any, fate: Fate) -> None:
+        self._note(tensor, value)
+        self._fresh.append((tensor, value, func, self._hooks_of(fate)))
 
     def _noted(self, args: Iterable[Any], inputs: list[Value]) -> Any:
         """Arguments with values in place of tensors."""
@@ -144,19 +267,34 @@ class RecordMode(TorchDispatchMode):
         return dict(zip(kwargs, self._noted(list(kwargs.values()), inputs), strict=True))
 
     def _change(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op that changes some of its arguments: what was held of them is copied before."""
+        """Run an op that changes some of its arguments: what was held of them is copied before.
+
+        Note [What an op saves before it runs]. Autograd saves an op's arguments just before the op.
+        One that the op then changes is either a result that it fills (`rrelu`'s noise), or a
+        mistake that the version counter tells of: both want the tensor itself, and no copy.
+        """
         keys = {_storage(tensor) for tensor in _changed(func, args, kwargs)}
         for key in keys:
             for held in self._held.pop(key, ()):
                 value, tensor = held[0](), held[1]()
-                if value is not None and tensor is not None:
-                    value.hold(Held(tensor.detach().clone(), "A copy", self._hooks))
+                if value is None or tensor is None or value in self._just_saved:
+                    continue
+                value.hold(Held(tensor.detach().clone(), None, self._hooks))
+        self._just_saved.clear()
         out = func(*args, **kwargs)
         for number, known in list(self._values.items()):
             tensor = known[0]()
             if tensor is None or _storage(tensor) in keys:
                 del self._values[number]
         return out
+
+
+_tables: dict[Any, dict[Any, Fate]] = {}
+
+
+def _remembered(policy: Any) -> dict[Any, Fate]:
+    """What a policy that looks at ops alone has answered so far."""
+    return _tables.setdefault(policy, {})
 
 
 def _storage(tensor: Tensor) -> int:

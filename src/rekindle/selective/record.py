@@ -11,38 +11,53 @@ that an op left unwritten (`empty`), because something that no dispatcher sees m
 the results of ops that change a buffer, which must not change it twice.
 """
 
-from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from rekindle.errors import CheckpointError
-from rekindle.internals import any_autocast, version_of
+from rekindle.internals import (
+    any_autocast,
+    func_transform,
+    old_vmap_level,
+    outside_func_transforms,
+    outside_old_vmap,
+    version_of,
+    with_versions,
+)
 from rekindle.replay import rng as random_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from weakref import ref
+
+Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""A pair of saved-tensor hooks: what takes a tensor, and what gives it back."""
+
+_detach = Tensor.detach
 
 
 class Held:
     """A tensor that is held from forward to backward, unless somebody else's hooks hold it."""
 
-    __slots__ = ("_packed", "_unpack", "is_elsewhere", "version", "what")
+    __slots__ = ("_packed", "_unpack", "is_elsewhere", "maker", "version")
 
-    def __init__(self, tensor: Tensor, what: str, hooks: Any) -> None:
-        self.what = what
+    def __init__(self, tensor: Tensor, maker: Any, hooks: Hooks | None) -> None:
+        self.maker = maker
+        """The op that made it, or the name it was given; None if it comes from outside."""
         self.version = version_of(tensor)
         self.is_elsewhere = hooks is not None
         """Whether somebody's hooks hold it, so that it takes something to get it."""
         if hooks is None:
             # What an op made gets its `grad_fn` later, and would lead back to who holds it.
-            self._packed: Any = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            self._packed: Any = tensor if is_parameter else with_versions(_detach, tensor)
             self._unpack: Callable[[Any], Tensor] | None = None
         else:
             with torch.no_grad():
-                self._packed = hooks[0](tensor)
+                self._packed = with_versions(hooks[0], tensor)
             self._unpack = hooks[1]
 
     @property
@@ -50,17 +65,28 @@ class Held:
         """Whether views of it may be held as well; a parameter's memory may be exchanged."""
         return not self.is_elsewhere and not isinstance(self._packed, nn.Parameter)
 
+    def here(self) -> Tensor | None:
+        """The tensor, unless somebody's hooks hold it."""
+        return None if self.is_elsewhere else self._packed
+
     def get(self) -> Tensor:
         if self._unpack is not None:
             return self._unpack(self._packed)
         tensor: Tensor = self._packed
         if version_of(tensor) != self.version:
             raise CheckpointError(
-                f"{self.what}, {tensor.dtype} {list(tensor.shape)}, was changed in place after the "
-                f"region used it: it is at version {version_of(tensor)}, expected {self.version}. "
+                f"{_told(self.maker)}, {tensor.dtype} {list(tensor.shape)}, was changed in place "
+                f"after the region used it: it is at version {version_of(tensor)}; expected "
+                f"version {self.version}. "
                 "What the region has to make again depends on it. Change a clone of it instead."
             )
         return tensor
+
+
+def _told(maker: Any) -> str:
+    if maker is None:
+        return "A tensor from outside the region"
+    return f"What was named {maker!r}" if isinstance(maker, str) else f"What {maker} made"
 
 
 class Value:
@@ -105,8 +131,12 @@ class Call:
         self.rng: random_state.RngState | None = None
         self.outs: list[ref[Value]] = []
 
-    def run(self, made: list[Value]) -> None:
-        """Run the op again, and note the values that still live and now have their tensors."""
+    def run(self, made: list[Value], for_good: bool) -> None:
+        """Run the op again, and note the values that still live and now have their tensors.
+
+        For good: no backward will want them made once more, so they let go of what they were made
+        from, and that goes as soon as nothing else needs it.
+        """
         args = [_given(arg, made) for arg in self.args]
         kwargs = {key: _given(arg, made) for key, arg in self.kwargs.items()}
         before = None if self.rng is None else random_state.swap(self.rng)
@@ -119,7 +149,10 @@ class Call:
             value = weak()
             if value is not None and value.held is None:
                 value.now = tensor
-                made.append(value)
+                if for_good:
+                    value.maker = None
+                else:
+                    made.append(value)
 
 
 def _given(arg: Any, made: list[Value]) -> Any:
@@ -143,16 +176,13 @@ def tensors_of(out: Any) -> list[Tensor]:
     return []
 
 
-def make(wanted: Value, made: list[Value]) -> Tensor:
-    """Have a value made, by the calls it depends on and no others; note all that was made."""
-    if torch.is_grad_enabled() or any_autocast():
-        with torch.no_grad(), _no_autocast():
-            return make(wanted, made)
-    for call in _needed(wanted):
-        call.run(made)
-    tensor = wanted.now
-    assert tensor is not None, "the last call made it"
-    return tensor
+def make(wanted: Value, made: list[Value], for_good: bool) -> int:
+    """Have a value made, by the calls it depends on and no others; the number of them."""
+    calls = _needed(wanted)
+    with _below_autograd():
+        for call in calls:
+            call.run(made, for_good)
+    return len(calls)
 
 
 def _needed(wanted: Value) -> list[Call]:
@@ -172,11 +202,22 @@ def _needed(wanted: Value) -> list[Call]:
     return list(calls.values())
 
 
-def _no_autocast() -> AbstractContextManager[Any]:
-    """Ops were recorded after autocast had cast: it must not cast again."""
-    stack = ExitStack()
-    if any_autocast():
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack
+def _below_autograd() -> ExitStack:
+    """Where ops are run as they were recorded: after autocast, autograd and transforms."""
+    with ExitStack() as stack:
+        if torch.is_grad_enabled():
+            stack.enter_context(torch.no_grad())
+        if any_autocast():  # what was to be cast was cast then
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+        if func_transform() is not None:  # a batched backward runs under vmap
+            stack.enter_context(outside_func_transforms())
+        level = old_vmap_level()
+        if level:
+            stack.enter_context(outside_old_vmap(level))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.no_grad())
+        return stack.pop_all()
+    raise AssertionError("no context of ours swallows an error")

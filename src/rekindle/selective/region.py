@@ -2,58 +2,111 @@
 
 from _thread import RLock
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from rekindle import observation
 from rekindle.emptying import empty_when_backward_ends
+from rekindle.errors import CheckpointError
 from rekindle.internals import (
     graph_task_id,
+    keep_graph,
     pop_hooks,
     push_hooks,
+    runs_whole_graph,
     top_hooks,
     without_modes,
 )
-from rekindle.selective.mode import Keeps, RecordMode
+from rekindle.replay import fingerprint
+from rekindle.replay.switches import recomputing
+from rekindle.selective.mode import RecordMode
 from rekindle.selective.record import Value, make
+
+if TYPE_CHECKING:
+    from rekindle.policies import Policy
 
 
 class Region:
     """Entered around a region's forward; alive as long as autograd holds something of it."""
 
-    def __init__(self, keeps: Keeps) -> None:
-        self._mode = RecordMode(keeps, top_hooks(False))
+    has_one_output = False
+
+    def __init__(
+        self, policy: "Policy", function: Callable[..., Any], checks_values: bool = False
+    ) -> None:
+        self._checks_values = checks_values
+        self._mode = RecordMode(policy, top_hooks(False))
         self._lock = RLock()
         self._made: list[ref[Value]] = []
         self._task = -1
+        self._watch: observation.Watch | None = None
+        if observation.active and not recomputing.get():
+            self._watch = observation.Watch(function)
+            self._watch.ran(())
 
     def __enter__(self) -> None:
         push_hooks(self._pack, _unpack)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._mode.__enter__()
 
     def __exit__(self, *error: object) -> None:
         try:
-            self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+            self._mode.__exit__(*error)
         finally:
             pop_hooks()
-            self._mode.close()
+            held = self._mode.held_values() if self._watch is not None else []
+            self._mode.close(failed=error[0] is not None)
+            self._report(held)
+
+    def _report(self, held: list["ref[Value]"]) -> None:
+        """Count what is held now that nothing keeps values alive but what backward needs."""
+        if self._watch is None:
+            return
+        for weak in held:
+            value = weak()
+            if value is not None and value.held is not None:
+                tensor = value.held.here()
+                if tensor is not None:
+                    self._watch.held(tensor)
 
     def _pack(self, x: Tensor) -> "_Slot":
-        return _Slot(self, self._mode.value_of(x))
+        mode = self._mode
+        value = mode.saved(x)
+        if self._watch is not None and value.held is None:
+            self._watch.saved(x)
+        print_before = None
+        if self._checks_values and value.held is None:
+            with without_modes():
+                print_before = fingerprint.take(x)
+        return _Slot(self, value, print_before)
 
     def get(self, value: Value) -> Tensor:
         """The tensor of a value, made again if need be."""
-        with self._lock, without_modes():
+        with self._lock:
             made: list[Value] = []
             tensor = value.tensor(made)
             if tensor is None:
-                tensor = make(value, made)
+                tensor = self._make(value, made)
             if made:
                 self._made += map(ref, made)
                 self._empty_in_time()
             return tensor
+
+    def _make(self, value: Value, made: list[Value]) -> Tensor:
+        task = graph_task_id()
+        for_good = task != -1 and not keep_graph() and runs_whole_graph()
+        ops = make(value, made, for_good)
+        if observation.active and self._watch is not None:
+            self._watch.replayed(ops, again=task == self._replayed_in)
+        self._replayed_in = task
+        tensor = value.now
+        assert tensor is not None, "the last call made it"
+        return tensor
+
+    _replayed_in = -2
+    """The backward in which something was made again."""
 
     def _empty_in_time(self) -> None:
         """See to it that what was made is let go when the backward ends; at once, if none runs."""
@@ -77,23 +130,39 @@ class Region:
 class _Slot:
     """What autograd holds in place of a tensor that it saved."""
 
-    __slots__ = ("_region", "_value")
+    __slots__ = ("_print", "_region", "_value")
 
-    def __init__(self, region: Region, value: Value) -> None:
+    def __init__(
+        self, region: Region, value: Value, before: "fingerprint.Fingerprint | None"
+    ) -> None:
         self._region = region
         self._value = value
+        self._print = before
 
     def get(self) -> Tensor:
-        return self._region.get(self._value)
+        tensor = self._region.get(self._value)
+        if self._print is not None:
+            self._check(tensor, self._print)
+        return tensor
+
+    def _check(self, tensor: Tensor, before: "fingerprint.Fingerprint") -> None:
+        """`determinism_check="values"`."""
+        after = fingerprint.take(tensor)
+        if after is not None and not torch.equal(before.checksum, after.checksum):
+            raise CheckpointError(
+                f"{before.what} was made again with other values than in forward: "
+                f"{fingerprint.how_much(before, after)}. An op of the region does not repeat "
+                "itself; keep its result by the policy, or turn deterministic algorithms on."
+            )
 
 
 def _unpack(slot: _Slot) -> Tensor:
     return slot.get()
 
 
-def run(keeps: Keeps, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run(policy: "Policy", function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a region under a policy."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    with Region(keeps):
+    with Region(policy, function):
         return function(*args, **kwargs)

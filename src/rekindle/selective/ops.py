@@ -1,0 +1,72 @@
+"""Which op is meant: by an overload, by all its overloads at once, by its name, or as a class."""
+
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+Op: TypeAlias = OpOverload | OpOverloadPacket | HigherOrderOperator | type
+
+
+def op_of(given: Any) -> Op:
+    """The op that a user means; an error that says how to name one otherwise."""
+    if isinstance(given, OpOverload | OpOverloadPacket | HigherOrderOperator):
+        return given
+    if isinstance(given, type) and issubclass(given, torch.autograd.Function):
+        return given
+    if isinstance(given, str):
+        return _op_named(given)
+    name = getattr(given, "__name__", None)
+    hint = ""
+    if callable(given) and name and hasattr(torch.ops.aten, name):
+        hint = f" Did you mean torch.ops.aten.{name}?"
+    raise TypeError(
+        "An op is like torch.ops.aten.mm, torch.ops.aten.mm.default or 'aten::mm', a higher-order "
+        f"operator or an autograd.Function, but got {given!r} of type {type(given).__name__}.{hint}"
+    )
+
+
+def _op_named(name: str) -> Op:
+    namespace, _, rest = name.replace("::", ".", 1).partition(".")
+    packet, _, overload = rest.partition(".")
+    try:
+        op = getattr(getattr(torch.ops, namespace), packet)
+        found: Op = getattr(op, overload) if overload else op
+    except (AttributeError, RuntimeError):
+        raise ValueError(f"There is no op {name!r}: names are like 'aten::mm'") from None
+    return found
+
+
+def matches(op: Any, ops: "frozenset[Op]") -> bool:
+    """Whether an op is among those that a user named."""
+    return op in ops or getattr(op, "overloadpacket", None) in ops
+
+
+def show(op: Op) -> str:
+    """An op's name."""
+    if isinstance(op, OpOverload):
+        return str(op.name())
+    if isinstance(op, OpOverloadPacket):
+        return str(op._qualified_op_name)
+    return op.__name__ if isinstance(op, type) else str(op.name())
+
+
+_CHEAP = (
+    *("sum", "mean", "var", "var_mean", "std", "amax", "amin", "norm", "linalg_vector_norm"),
+    *("_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm"),
+    *("cat", "stack", "clone", "_to_copy", "copy", "native_dropout", "embedding", "index_select"),
+    *("index", "gather", "slice_scatter", "select_scatter", "repeat", "roll", "flip", "tril"),
+    *("triu", "constant_pad_nd", "full", "full_like", "zeros", "zeros_like", "ones", "ones_like"),
+    *("arange", "scalar_tensor", "one_hot", "cumsum", "all", "any", "_unsafe_view", "max", "min"),
+)
+
+
+@cache
+def cheap(op: Any) -> bool:
+    """Whether memory bandwidth bounds an op: to run it again costs about as much as to read it."""
+    if not isinstance(op, OpOverload):
+        return False
+    if torch.Tag.pointwise in op.tags or op.is_view:
+        return True
+    return op.namespace == "aten" and op._schema.name.partition("::")[2] in _CHEAP

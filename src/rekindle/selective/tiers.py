@@ -1,0 +1,33 @@
+"""The fates that send what is kept elsewhere, by the engine of `rekindle.offload`."""
+
+from collections.abc import Iterable
+from functools import cache
+
+from rekindle.offload.activation import unpack
+from rekindle.offload.context import Engine, engine_of
+from rekindle.offload.options import Options, options_of
+from rekindle.selective.fates import Fate
+from rekindle.selective.record import Hooks
+
+
+@cache
+def _options(fate: Fate) -> Options:
+    if fate is Fate.OFFLOAD_FREELY:
+        return options_of("host", "auto", "1MiB", None, None, "keep", derive=False)
+    tier = "disk" if fate is Fate.SPILL else "host"
+    return options_of(tier, 1.0, 1, None, None, "keep", derive=False)  # type: ignore[arg-type]
+
+
+def _engine(fate: Fate) -> Engine:
+    return engine_of(_options(fate))
+
+
+def hooks_of(fate: Fate) -> Hooks:
+    """What takes a tensor with this fate, and what gives it back."""
+    return _engine(fate).pack, unpack
+
+
+def pause(fates: Iterable[Fate], failed: bool) -> None:
+    """A region that used these fates ends."""
+    for fate in fates:
+        _engine(fate).pause(failed)

@@ -1,0 +1,126 @@
+"""Where an op runs: in which module, inside which function, under which names.
+
+All of it is looked up only when a policy asks. The modules that are being called now are on
+Python's stack, and so is the `forward` of an `autograd.Function`: nothing has to be hooked.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from itertools import pairwise
+from types import CodeType, FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from rekindle.compiled.handover import TorchSelectiveContext
+
+_CALL = nn.Module._call_impl.__code__
+_names: ContextVar[tuple[str, ...]] = ContextVar("names", default=())
+"""Of the functions with a name that run now, the innermost last."""
+
+
+class SelectiveCheckpointContext(TorchSelectiveContext):
+    """What a policy function is told. As torch's, and more: where the op ran.
+
+    >>> import torch, rekindle
+    >>> def policy(ctx, op, *args, **kwargs):
+    ...     return ctx.module_path.startswith("mlp") and ctx.index == 0
+    """
+
+    def __init__(
+        self,
+        *,
+        is_recompute: bool,
+        op_output: Any = None,
+        op: Any = None,
+        index: int = 0,
+        state: dict[Any, Any] | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(is_recompute=is_recompute, op_output=op_output)
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs or {}
+        self.index = index
+        """How often this op ran before in this call of the region."""
+        self.state: dict[Any, Any] = {} if state is None else state
+        """For the policy to write to; a new one for each call of a region."""
+
+    @functools.cached_property
+    def module_path(self) -> str:
+        """The path of the module that runs, from the outermost that does, as in `layers.3.mlp`."""
+        return module_path()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the functions that run, given by `rekindle.name`, the innermost last."""
+        return _names.get()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of what the op made."""
+        made = _tensors(self.op_output)
+        return sum(tensor.numel() * tensor.element_size() for tensor in made)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd follows the op; what backward does not need is not held in any case."""
+        given = _tensors([*self.args, *self.kwargs.values()])
+        return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, tuple | list):
+        return [tensor for item in tree for tensor in _tensors(item)]
+    return []
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+_paths: "WeakKeyDictionary[nn.Module, dict[int, str]]" = WeakKeyDictionary()
+"""The paths of a module's descendants, by their ids."""
+
+
+def _path_in(parent: nn.Module, child: nn.Module) -> str:
+    paths = _paths.get(parent)
+    if paths is None or id(child) not in paths:
+        paths = _paths[parent] = {id(module): path for path, module in parent.named_modules()}
+    return paths.get(id(child), type(child).__name__)
+
+
+def module_path() -> str:
+    """The path of the module that is being called now, from the outermost that is."""
+    modules = [frame.f_locals["self"] for frame in _stack() if frame.f_code is _CALL]
+    parts = [_path_in(parent, child) for child, parent in pairwise(modules)]
+    return ".".join(part for part in reversed(parts) if part)
+
+
+def runs_one_of(codes: dict[CodeType, Any]) -> Any:
+    """What stands for the innermost function that runs and is among these, or None."""
+    return next((codes[frame.f_code] for frame in _stack() if frame.f_code in codes), None)
+
+
+def inside(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function, with a name that policies see while it runs."""
+
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        token = _names.set((*_names.get(), name))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _names.reset(token)
+
+    return named
