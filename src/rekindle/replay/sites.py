@@ -19,8 +19,9 @@ RawSite: TypeAlias = tuple[CodeType, int] | tuple[CodeType, int, CodeType, int]
 """The Python call that ran an op, as code object and offset; and, if that is in torch's own Python,
 the nearest one in user code."""
 
-_DEEP = 6
-"""How far up to look for user code: `self.up(x)` is three frames above the op it runs."""
+_DEEP = 12
+"""How far up to look for user code: `self.up(x)` is three frames above the op it runs, and a policy's
+mode takes some more."""
 _LIBRARY = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(__file__)) + os.sep,

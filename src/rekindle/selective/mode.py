@@ -77,6 +77,11 @@ class _Running(local):
 _running = _Running()
 
 
+def is_recording() -> bool:
+    """Whether a region is being recorded on this thread."""
+    return bool(_running.modes)
+
+
 def name_tensor(tensor: Tensor, name: str) -> None:
     """A tensor gets a name in every region that is being recorded."""
     for mode in _running.modes:
@@ -131,6 +136,11 @@ class RecordMode(TorchDispatchMode):
         value = Value(None)
         self._hold(tensor, value, None, self._hooks_for(tensor))
         return value
+
+    def know(self, tensor: Tensor, value: Value) -> None:
+        """A backward inside the region was given this tensor for a value."""
+        if self in _running.modes:
+            self._values[id(tensor)] = ref(tensor), value
 
     def saved(self, tensor: Tensor) -> Value:
         """The value of a tensor that autograd saves."""

@@ -22,7 +22,7 @@ from rekindle.internals import (
 )
 from rekindle.replay import fingerprint
 from rekindle.replay.switches import recomputing
-from rekindle.selective.mode import RecordMode
+from rekindle.selective.mode import RecordMode, is_recording
 from rekindle.selective.record import Value, make
 
 if TYPE_CHECKING:
@@ -84,6 +84,15 @@ class Region:
 
     def get(self, value: Value) -> Tensor:
         """The tensor of a value, made again if need be."""
+        if not is_recording():
+            return self._get(value)
+        # A backward inside a region: what is done for it is not the region's doing.
+        with without_modes():
+            tensor = self._get(value)
+        self._mode.know(tensor, value)
+        return tensor
+
+    def _get(self, value: Value) -> Tensor:
         with self._lock:
             made: list[Value] = []
             tensor = value.tensor(made)
