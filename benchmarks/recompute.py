@@ -1,4 +1,4 @@
-"""Full recompute of every layer, whole decoder: `scripts/bench recompute --shape all`.
+"""Recompute in every layer of a decoder, all or some of it: `scripts/bench recompute --shape all`.
 
 Time and activation peak of a forward and backward, relative to plain eager in the same run. Time
 is wall clock from an idle device to an idle device, so it holds the host's part: `small` is made of
@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.decoder import SHAPES, RunBlock, Shape, plain
 from benchmarks.measure import Timings, environment, format_table, interleaved, save_json
-from benchmarks.strategies import REKINDLE, TORCH
+from benchmarks.strategies import REKINDLE, SELECTIVE, TORCH
 from benchmarks.workload import Comparison, Forward, Workload
 
 
@@ -26,7 +26,8 @@ def by_block(run: RunBlock) -> Forward:
     return lambda decoder, x: decoder(x, run)
 
 
-STRATEGIES = {name: by_block(run) for name, run in ({"plain": plain} | TORCH | REKINDLE).items()}
+RUNS = {"plain": plain} | TORCH | REKINDLE | SELECTIVE
+STRATEGIES = {name: by_block(run) for name, run in RUNS.items()}
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,25 @@
 """The ways to run a block that benchmarks compare, each one function of the block and its input.
 
-All of them recompute the whole block in backward; they differ in whose engine does it and what it
-is asked to preserve. They serve the benchmark of a whole decoder and the host cost of one region.
+They differ in whose engine does it, in what it is asked to preserve, and in whether it recomputes
+the whole block in backward or keeps what matrix products and attention make. They serve the
+benchmark of a whole decoder and the host cost of one region.
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
 from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import rekindle
 from benchmarks.decoder import RunBlock
+from rekindle import policies
 
 Function = Callable[[Tensor], Tensor]
 
@@ -52,6 +59,39 @@ def rekindle_reentrant(block: Function, x: Tensor) -> Tensor:
     return out
 
 
+def torch_selective(block: Function, x: Tensor) -> Tensor:
+    contexts = partial(create_selective_checkpoint_contexts, _keep_compute)
+    out: Tensor = torch_checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return out
+
+
+_COMPUTE = {
+    overload
+    for op in policies.MATMULS | policies.ATTENTION
+    if hasattr(op, "overloads")
+    for overload in (getattr(op, name) for name in op.overloads())
+}
+
+
+def _keep_compute(_ctx: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    """As people write it for torch."""
+    if op in _COMPUTE:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def rekindle_selective(block: Function, x: Tensor) -> Tensor:
+    policy = policies.keep_matmuls_and_attention
+    out: Tensor = rekindle.checkpoint(block, x, context_fn=policy)
+    return out
+
+
+def rekindle_selective_function(block: Function, x: Tensor) -> Tensor:
+    contexts = partial(rekindle.create_selective_checkpoint_contexts, _keep_compute)
+    out: Tensor = rekindle.checkpoint(block, x, context_fn=contexts)
+    return out
+
+
 def installed_peers() -> dict[str, RunBlock]:
     """torch_remat, where it is installed: preserves no random state, checks no determinism."""
     if find_spec("torch_remat") is None:
@@ -65,6 +105,13 @@ TORCH: dict[str, RunBlock] = {
     "torch, no RNG": torch_no_rng,
     "torch reentrant": torch_reentrant,
 }
+TORCH_SELECTIVE = "torch, keep matmuls and attention"
+SELECTIVE: dict[str, RunBlock] = {
+    TORCH_SELECTIVE: torch_selective,
+    "rekindle, keep matmuls and attention": rekindle_selective,
+    "rekindle, the same by a function": rekindle_selective_function,
+}
+"""These keep part of a block; the others nothing but its input."""
 REKINDLE: dict[str, RunBlock] = {
     "rekindle": rekindle_full,
     "rekindle, no RNG": rekindle_no_rng,

@@ -145,6 +145,25 @@ def with_versions(function: Callable[[torch.Tensor], Any], tensor: torch.Tensor)
         _set_excluded(_VERSIONS, was)
 
 
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()` with the same version counter, wherever it is called. No public form.
+
+    Also inside a dispatch mode; and of one of several views whose base was changed in place, at
+    which autograd would raise.
+    """
+    with torch._C._AutoDispatchBelowAutograd():
+        alias: torch.Tensor = with_versions(torch.Tensor.detach, tensor)
+    return alias
+
+
+def grad_fn_of(tensor: torch.Tensor) -> Any:
+    """The node that made a tensor, or None, also for a view of which autograd refuses to tell."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 class _Nothing(dict[torch.device, torch.Tensor]):
     """A tensor without data on each device."""
 

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle.errors import RekindleError
 from rekindle.internals import (
+    grad_fn_of,
     storage_again,
     storage_users,
     version_of,
@@ -72,7 +73,7 @@ class Activation:
         self.counts = False
         """Whether its bytes count as being on the device."""
         self.is_coming = self.was_away = False
-        self.is_loose = x.grad_fn is None
+        self.is_loose = grad_fn_of(x) is None
         """Whether nothing shows that an op made it: Note [Whose tensor is it]."""
         self.storage = StorageWeakRef(storage)
         self.version = version_of(x)
@@ -169,7 +170,8 @@ class Saved:
         self.version = version_of(x)
         self.versions = versions_of(x)
         """Knows of changes in place. Each has its own: a view made by `.data` counts for itself."""
-        self.origin = x.grad_fn and x.grad_fn.name()
+        node = grad_fn_of(x)
+        self.origin = node and node.name()
 
     @property
     def nbytes(self) -> int:
@@ -206,7 +208,7 @@ class Kept:
 
     def __init__(self, x: Tensor) -> None:
         # An output of the op that saves it would hold the op, and the op it: a cycle.
-        self.tensor = x if x.grad_fn is None else x.detach()
+        self.tensor = x if grad_fn_of(x) is None else x.detach()
         self.version = version_of(x)
 
     @property

@@ -20,8 +20,8 @@ RawSite: TypeAlias = tuple[CodeType, int] | tuple[CodeType, int, CodeType, int]
 the nearest one in user code."""
 
 _DEEP = 12
-"""How far up to look for user code: `self.up(x)` is three frames above the op it runs, and a policy's
-mode takes some more."""
+"""How far up to look for user code: `self.up(x)` is three frames above the op it runs, and what
+records a region takes some more."""
 _LIBRARY = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(__file__)) + os.sep,

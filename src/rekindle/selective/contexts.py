@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.compiled.handover import SAC_IGNORED_OPS, TORCHS_MODES, torch_selective_contexts
 from rekindle.errors import CheckpointError
-from rekindle.internals import version_of, with_versions
+from rekindle.internals import detached, version_of
 from rekindle.selective.fates import FOR_TORCH, Fate, fate_of
 from rekindle.selective.where import SelectiveCheckpointContext
 
@@ -166,7 +166,7 @@ class _Aside:
     """A kept tensor and the version it had."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor = with_versions(Tensor.detach, tensor)
+        self.tensor = detached(tensor)
         self.version = version_of(tensor)
 
 

@@ -1,6 +1,5 @@
 """Records a region's forward, op by op, and asks the policy what becomes of each result."""
 
-from collections.abc import Iterable
 from enum import Enum
 from threading import local
 from typing import TYPE_CHECKING, Any
@@ -42,6 +41,7 @@ _PURE_OPERATORS = ("flex_attention",)
 _OWN = ("aten", "prims", "_c10d_functional")
 """Namespaces whose ops say of themselves whether they draw random numbers."""
 _kinds: dict[Any, _Kind] = {}
+_RECOMPUTE = Fate.RECOMPUTE
 
 
 def _kind_of(func: Any) -> _Kind:
@@ -144,13 +144,15 @@ class RecordMode(TorchDispatchMode):
 
     def saved(self, tensor: Tensor) -> Value:
         """The value of a tensor that autograd saves."""
-        self._is_blind = True
-        try:
-            if self._fresh:
-                self.settle()
-            value = self.value_of(tensor)
-        finally:
-            self._is_blind = False
+        found = self._values.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            value = found[1]
+        else:
+            self._is_blind = True
+            try:
+                value = self.value_of(tensor)
+            finally:
+                self._is_blind = False
         self._just_saved.add(value)
         return value
 
@@ -201,47 +203,59 @@ class RecordMode(TorchDispatchMode):
     def settle(self) -> None:
         """Hand what the last op made to whoever holds it: by now autograd has marked it."""
         fresh, self._fresh = self._fresh, []
-        for tensor, value, func, hooks in fresh:
-            value.hold(Held(tensor, func, hooks))
+        was_blind, self._is_blind = self._is_blind, True
+        try:
+            for tensor, value, func, hooks in fresh:
+                value.hold(Held(tensor, func, hooks))
+        finally:
+            self._is_blind = was_blind
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         if self._is_blind:
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         if self._fresh:
             self.settle()
         kind = _kinds.get(func) or _kind_of(func)
-        if kind is _Kind.CHANGES:
-            return self._change(func, args, kwargs)
-        self._just_saved.clear()
-        rng = None
-        if kind is _Kind.RANDOM:
-            if kwargs.get("generator") is not None:
-                kind = _Kind.LOOSE  # its own generator, which goes on
+        if kind is _Kind.PURE or kind is _Kind.VIEW:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+            rng = None
+        elif kind is _Kind.RANDOM and not (kwargs and kwargs.get("generator") is not None):
             rng = random_state.take(())
-        out = func(*args, **kwargs)
-        if kind is _Kind.LOOSE:
-            for tensor in tensors_of(out):
-                self._hold(tensor, Value(None), func, self._hooks_for(tensor))
-            return out
+            out = func(*args, **(kwargs or {}))
+        else:
+            return self._run_loose(func, kind, args, kwargs or {})
+        if self._just_saved:
+            self._just_saved.clear()
         inputs: list[Value] = []
         call = Call(func, self._noted(args, inputs), kwargs and self._named(kwargs, inputs), inputs)
         call.rng = rng
-        fate = self._fates.get(func) or self._fate(func, out, args, kwargs)
-        if kind is _Kind.VIEW and fate is Fate.RECOMPUTE and inputs:
+        fate = self._fates.get(func) or self._fate(func, out, args, kwargs or {})
+        if kind is _Kind.VIEW and fate is _RECOMPUTE and inputs:
             held = inputs[0].held
             if held is not None and held.can_be_shown:
                 fate = Fate.KEEP  # a view of what is held costs nothing
-        values = self._values
-        for tensor in tensors_of(out):
+        for tensor in (out,) if isinstance(out, Tensor) else tensors_of(out):
             value = Value(call)
             call.outs.append(ref(value))
-            if fate is Fate.RECOMPUTE:
-                values[id(tensor)] = ref(tensor), value
+            if fate is _RECOMPUTE:
+                self._values[id(tensor)] = ref(tensor), value
             else:
-                self._keep(tensor, value, func, fate)
+                self._note(tensor, value)
+                self._fresh.append((tensor, value, func, self._hooks_of(fate)))
+        return out
+
+    def _run_loose(
+        self, func: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an op that is not made again: Note [What is not made again]."""
+        if kind is _Kind.CHANGES:
+            return self._change(func, args, kwargs)
+        self._just_saved.clear()
+        out = func(*args, **kwargs)
+        for tensor in tensors_of(out):
+            self._hold(tensor, Value(None), func, self._hooks_for(tensor))
         return out
 
     def _fate(self, func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fate:
@@ -255,19 +269,17 @@ class RecordMode(TorchDispatchMode):
             self._fates[func] = fate
         return fate
 
-    def _keep(self, tensor: Tensor, value: Value, func: Any, fate: Fate) -> None:
-        self._note(tensor, value)
-        self._fresh.append((tensor, value, func, self._hooks_of(fate)))
-
-    def _noted(self, args: Iterable[Any], inputs: list[Value]) -> Any:
+    def _noted(self, args: Any, inputs: list[Value]) -> Any:
         """Arguments with values in place of tensors."""
         noted = []
+        known = self._values
         for arg in args:
             if isinstance(arg, Tensor):
-                value = self.value_of(arg)
+                found = known.get(id(arg))
+                value = found[1] if found and found[0]() is arg else self.value_of(arg)
                 inputs.append(value)
                 noted.append(value)
-            elif type(arg) in (list, tuple):
+            elif type(arg) is list or type(arg) is tuple:
                 noted.append(self._noted(arg, inputs))
             else:
                 noted.append(arg)

@@ -12,7 +12,7 @@ the results of ops that change a buffer, which must not change it twice.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from rekindle.errors import CheckpointError
 from rekindle.internals import (
     any_autocast,
+    detached,
     func_transform,
+    grad_enabled,
     old_vmap_level,
     outside_func_transforms,
     outside_old_vmap,
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """A pair of saved-tensor hooks: what takes a tensor, and what gives it back."""
-
-_detach = Tensor.detach
 
 
 class Held:
@@ -53,7 +53,7 @@ class Held:
         if hooks is None:
             # What an op made gets its `grad_fn` later, and would lead back to who holds it.
             is_parameter = isinstance(tensor, nn.Parameter)
-            self._packed: Any = tensor if is_parameter else with_versions(_detach, tensor)
+            self._packed: Any = tensor if is_parameter else detached(tensor)
             self._unpack: Callable[[Any], Tensor] | None = None
         else:
             with torch.no_grad():
@@ -138,14 +138,18 @@ class Call:
         from, and that goes as soon as nothing else needs it.
         """
         args = [_given(arg, made) for arg in self.args]
-        kwargs = {key: _given(arg, made) for key, arg in self.kwargs.items()}
         before = None if self.rng is None else random_state.swap(self.rng)
         try:
-            out = self.func(*args, **kwargs)
+            if self.kwargs:
+                kwargs = {key: _given(arg, made) for key, arg in self.kwargs.items()}
+                out = self.func(*args, **kwargs)
+            else:
+                out = self.func(*args)
         finally:
             if before is not None:
                 random_state.restore(before)
-        for weak, tensor in zip(self.outs, tensors_of(out), strict=True):
+        tensors = (out,) if isinstance(out, Tensor) else tensors_of(out)
+        for weak, tensor in zip(self.outs, tensors, strict=True):
             value = weak()
             if value is not None and value.held is None:
                 value.now = tensor
@@ -159,7 +163,7 @@ def _given(arg: Any, made: list[Value]) -> Any:
     """An argument with tensors in place of values."""
     kind = type(arg)
     if kind is Value:
-        tensor = arg.tensor(made)
+        tensor = arg.tensor(made) if arg.now is None else arg.now
         assert tensor is not None, "calls are run in order"
         return tensor
     if kind is list or kind is tuple:
@@ -179,33 +183,52 @@ def tensors_of(out: Any) -> list[Tensor]:
 def make(wanted: Value, made: list[Value], for_good: bool) -> int:
     """Have a value made, by the calls it depends on and no others; the number of them."""
     calls = _needed(wanted)
-    with _below_autograd():
-        for call in calls:
-            call.run(made, for_good)
-    return len(calls)
+    count = len(calls)
+    with nullcontext() if _is_below_autograd() else _below_autograd():
+        while calls:  # one by one: what only led to something that was made goes at once
+            calls.pop().run(made, for_good)
+    return count
 
 
 def _needed(wanted: Value) -> list[Call]:
-    """The calls to run, each after those it depends on."""
-    calls: dict[int, Call] = {}
-    stack: list[tuple[Value, bool]] = [(wanted, False)]
+    """The calls to run, the last first: each after those it depends on."""
+    maker = wanted.maker
+    if maker is None:
+        return []
+    order: dict[Call, None] = {}
+    stack: list[Call] = [maker]
     while stack:
-        value, is_ready = stack.pop()
-        call = value.maker
-        if call is None or value.now is not None or id(call) in calls:
+        call = stack[-1]
+        if call in order:
+            stack.pop()
             continue
-        if is_ready:
-            calls[id(call)] = call
+        missing = [
+            value.maker
+            for value in call.inputs
+            if value.now is None and value.maker is not None and value.maker not in order
+        ]
+        if missing:
+            stack += missing
         else:
-            stack.append((value, True))
-            stack += [(given, False) for given in call.inputs]
-    return list(calls.values())
+            order[stack.pop()] = None
+    return list(order)[::-1]
+
+
+def _is_below_autograd() -> bool:
+    """Whether there is nothing to leave, as in most backwards."""
+    return not (
+        grad_enabled()
+        or any_autocast()
+        or func_transform() is not None
+        or old_vmap_level()
+        or torch.is_inference_mode_enabled()
+    )
 
 
 def _below_autograd() -> ExitStack:
     """Where ops are run as they were recorded: after autocast, autograd and transforms."""
     with ExitStack() as stack:
-        if torch.is_grad_enabled():
+        if grad_enabled():
             stack.enter_context(torch.no_grad())
         if any_autocast():  # what was to be cast was cast then
             for kind in ("cpu", "cuda"):

@@ -74,13 +74,17 @@ class Region:
     def _pack(self, x: Tensor) -> "_Slot":
         mode = self._mode
         value = mode.saved(x)
-        if self._watch is not None and value.held is None:
-            self._watch.saved(x)
-        print_before = None
-        if self._checks_values and value.held is None:
-            with without_modes():
-                print_before = fingerprint.take(x)
-        return _Slot(self, value, print_before)
+        if self._watch is None and not self._checks_values:
+            return _Slot(self, value)
+        mode.settle()
+        slot = _Slot(self, value)
+        if value.held is None:
+            if self._watch is not None:
+                self._watch.saved(x)
+            if self._checks_values:
+                with without_modes():
+                    slot.before = fingerprint.take(x)
+        return slot
 
     def get(self, value: Value) -> Tensor:
         """The tensor of a value, made again if need be."""
@@ -94,6 +98,8 @@ class Region:
 
     def _get(self, value: Value) -> Tensor:
         with self._lock:
+            if value.now is not None:
+                return value.now
             made: list[Value] = []
             tensor = value.tensor(made)
             if tensor is None:
@@ -139,19 +145,18 @@ class Region:
 class _Slot:
     """What autograd holds in place of a tensor that it saved."""
 
-    __slots__ = ("_print", "_region", "_value")
+    __slots__ = ("_region", "_value", "before")
 
-    def __init__(
-        self, region: Region, value: Value, before: "fingerprint.Fingerprint | None"
-    ) -> None:
+    def __init__(self, region: Region, value: Value) -> None:
         self._region = region
         self._value = value
-        self._print = before
+        self.before: fingerprint.Fingerprint | None = None
+        """Its content in forward, if it is to be compared."""
 
     def get(self) -> Tensor:
         tensor = self._region.get(self._value)
-        if self._print is not None:
-            self._check(tensor, self._print)
+        if self.before is not None:
+            self._check(tensor, self.before)
         return tensor
 
     def _check(self, tensor: Tensor, before: "fingerprint.Fingerprint") -> None:

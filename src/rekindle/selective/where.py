@@ -42,7 +42,8 @@ class SelectiveCheckpointContext(TorchSelectiveContext):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(is_recompute=is_recompute, op_output=op_output)
+        self.is_recompute = is_recompute
+        self.op_output = op_output
         self.op = op
         self.args = args
         self.kwargs = kwargs or {}
