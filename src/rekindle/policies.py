@@ -26,6 +26,7 @@ from rekindle.selective.where import SelectiveCheckpointContext, runs_one_of
 __all__ = [
     "ATTENTION",
     "MATMULS",
+    "REDUCTIONS",
     "ROUTING",
     "Policy",
     "at",
@@ -33,6 +34,7 @@ __all__ = [
     "first",
     "keep",
     "keep_attention",
+    "keep_inputs",
     "keep_matmuls",
     "keep_matmuls_and_attention",
     "keep_routing",
@@ -60,6 +62,10 @@ class Policy:
     def fate_of_name(self, name: str) -> Fate | None:  # noqa: ARG002
         """The fate of a tensor that was given a name; None for no opinion."""
         return None
+
+    def keeps_inputs(self, op: Any) -> bool:  # noqa: ARG002
+        """Whether what an op is given is kept rather than what that was made from."""
+        return False
 
     def __or__(self, other: "Policy | Callable[..., Any]") -> "Policy":
         parts = [part for policy in (self, of(other)) for part in _parts(policy)]
@@ -108,6 +114,9 @@ class _FirstToSpeak(Policy):
     def fate_of_name(self, name: str) -> Fate | None:
         fates = (policy.fate_of_name(name) for policy in self.policies)
         return next((fate for fate in fates if fate is not None), None)
+
+    def keeps_inputs(self, op: Any) -> bool:
+        return any(policy.keeps_inputs(op) for policy in self.policies)
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.policies))
@@ -170,11 +179,15 @@ def spill(*ops: Any) -> Policy:
 
 
 def _some(fate: Fate, ops: tuple[Any, ...]) -> Policy:
+    return _Ops(fate, _ops(ops) if ops else None)
+
+
+def _ops(ops: tuple[Any, ...]) -> frozenset[Op]:
     found: list[Op] = []
     for op in ops:
         many = isinstance(op, list | tuple | set | frozenset)
         found += map(op_of, op) if many else [op_of(op)]
-    return _Ops(fate, frozenset(found) if ops else None)
+    return frozenset(found)
 
 
 @dataclass(frozen=True, repr=False)
@@ -190,6 +203,38 @@ class _Cheap(Policy):
 
     def __repr__(self) -> str:
         return "recompute_cheap"
+
+
+@dataclass(frozen=True)
+class _Inputs(Policy):
+    """Keep what some ops are given."""
+
+    ops: frozenset[Op]
+
+    @property
+    def by_op_alone(self) -> bool:
+        return True
+
+    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:  # noqa: ARG002
+        return None
+
+    def keeps_inputs(self, op: Any) -> bool:
+        return matches(op, self.ops)
+
+    def __repr__(self) -> str:
+        return f"keep_inputs({', '.join(sorted(map(show, self.ops)))})"
+
+
+def keep_inputs(*ops: Any) -> Policy:
+    """Keep what these ops are given, where that takes no more memory than what it is made from.
+
+    Queries and keys with rotary positions are as large as the products they come from: kept in
+    their place, they need not be rotated again.
+
+    >>> keep_inputs("aten::_scaled_dot_product_flash_attention")
+    keep_inputs(aten::_scaled_dot_product_flash_attention)
+    """
+    return _Inputs(_ops(ops))
 
 
 @dataclass(frozen=True)
@@ -361,13 +406,21 @@ ATTENTION = _known(
 ROUTING = _known("topk", "sort", "argsort", "argmax", "kthvalue", "multinomial", "bucketize")
 """Ops whose results decide where tokens go: near a tie, another bit would be another route."""
 
+REDUCTIONS = _known(
+    *("sum", "mean", "var", "var_mean", "std", "std_mean", "amax", "amin", "norm", "logsumexp"),
+    "linalg_vector_norm",
+)
+"""Ops that make little of much: to keep their results takes next to nothing, and saves reading what
+they were made from once more."""
+
+_SMALL = ROUTING | REDUCTIONS
 keep_routing = keep(ROUTING)
 """Keep what decides the routes of a mixture of experts; a part of the policies below."""
-keep_matmuls = keep(MATMULS | ROUTING)
+keep_matmuls = keep(MATMULS | _SMALL)
 """Keep what matrix products and convolutions make; recompute the cheap ops between them."""
-keep_attention = keep(ATTENTION | ROUTING)
+keep_attention = keep(ATTENTION | _SMALL)
 """Keep what fused attention makes."""
-keep_matmuls_and_attention = keep(MATMULS | ATTENTION | ROUTING)
+keep_matmuls_and_attention = keep(MATMULS | ATTENTION | _SMALL) | keep_inputs(ATTENTION)
 """Keep whatever takes compute; recompute only what memory bandwidth bounds."""
 recompute_cheap = _Cheap()
 """Keep all that any op makes, but for pointwise ops, casts, norms, reductions and the like."""

@@ -105,7 +105,7 @@ class Frame:
         self.ambient = ambient.take()
         modules, generators = reached_from(function, args, kwargs)
         if modules:
-            self.modules = ModuleState(modules)
+            self.modules = ModuleState(modules, function)
         if options.preserve_rng_state:
             self.had_cuda = cuda_in_use()
             self.rng = random_state.take(self.inputs.devices, generators)

@@ -6,9 +6,10 @@ would replay from the changed value. So a replay runs on stand-ins: copies of th
 were before the forward, swapped in for the replay and thrown away after. Version counters do not
 tell all that changes: kernels of the batch-norm family write behind their back, and so does code
 that goes through `.data`. So buffers are copied before the forward. Small ones on the CPU always;
-the others when a module is seen for the first time in this mode (training or not), its content is
-compared once, and from then on only if it did change. A buffer that changes for the first time
-later is replayed from its new value, with a warning.
+the others when a module is seen for the first time in this mode (training or not) and in the reach
+of this function, which may run it or not: its content is compared once, and from then on only if it
+did change. A buffer that changes for the first time later is replayed from its new value, with a
+warning.
 
 Note [Parameters that were lent]. `torch.func.functional_call` puts tensors in the place of a
 module's parameters for the time of a call, and the replay comes after it. A plain tensor in such a
@@ -31,9 +32,11 @@ _SMALL = 1 << 16
 _LAZY = (UninitializedBuffer, UninitializedParameter)
 
 _Buffers: TypeAlias = dict[str, Tensor | None]
-_NOTHING_KNOWN: dict[bool, bool] = {}
-_changes: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
-"""Modules with costly buffers that ran in a region before: by mode, did they ever change one?"""
+_Use: TypeAlias = tuple[Any, bool]
+"""Which function ran with a module in its reach, and in which mode the module was."""
+_NOTHING_KNOWN: dict[_Use, bool] = {}
+_changes: WeakKeyDictionary[nn.Module, dict[_Use, bool]] = WeakKeyDictionary()
+"""Modules with costly buffers that ran in a region before: by use, did they ever change one?"""
 _exchanging: WeakSet[nn.Module] = WeakSet()
 """First modules of regions whose parameters' data were exchanged before a replay ended. See Note
 [A replay that runs to its end] in collect.py."""
@@ -44,15 +47,16 @@ class ModuleState:
 
     __slots__ = ("_before", "_lent", "_modules", "_training", "_watched")
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module], function: Any) -> None:
         self._modules = modules
+        code = getattr(function, "__code__", None) or type(function)
         self._training = [module.training for module in modules]
         self._before: list[_Watched] = []
         self._watched: list[_Watched] = []
         self._lent: list[tuple[nn.Module, dict[str, Any]]] = []
         for module in modules:
             if module._buffers:
-                self._watched.append(_Watched(module))
+                self._watched.append(_Watched(module, code))
             parameters: dict[str, Any] = module._parameters
             for parameter in parameters.values():
                 if type(parameter) is Tensor:  # Note [Parameters that were lent]
@@ -67,7 +71,7 @@ class ModuleState:
             self._before = [watched for watched in self._watched if watched.may_have_changed()]
             for module in own:
                 if module not in known:  # its first buffer was made just now
-                    self._before.append(_Watched(module, {}))
+                    self._before.append(_Watched(module, None, {}))
         self._watched = []
 
     def note_exchange(self) -> None:
@@ -128,16 +132,16 @@ class _Watched:
     Note [Buffers are replayed from what they were].
     """
 
-    __slots__ = ("_buffers", "_copies", "_costly", "_known", "_mode", "_versions", "module")
+    __slots__ = ("_buffers", "_copies", "_costly", "_known", "_use", "_versions", "module")
 
-    def __init__(self, module: nn.Module, buffers: _Buffers | None = None) -> None:
+    def __init__(self, module: nn.Module, code: Any, buffers: _Buffers | None = None) -> None:
         self.module = module
-        self._mode = module.training
+        self._use = code, module.training
         self._buffers = dict(module._buffers) if buffers is None else buffers
         self._costly = [_is_costly(buffer) for buffer in self._buffers.values()]
         self._known: bool | None = None
         if any(self._costly):
-            self._known = _changes.get(module, _NOTHING_KNOWN).get(self._mode)
+            self._known = _changes.get(module, _NOTHING_KNOWN).get(self._use)
         self._versions = [_version(buffer) for buffer in self._buffers.values()]
         self._copies: dict[str, Tensor] = {}
         if self._known is not False or not all(self._costly):
@@ -158,7 +162,7 @@ class _Watched:
                     stacklevel=2,
                 )
             if changed is not self._known and not self._known:
-                _changes.setdefault(self.module, {})[self._mode] = changed
+                _changes.setdefault(self.module, {})[self._use] = changed
         return changed or bool(self._known) or not all(self._costly)
 
     def _looks_changed(self) -> bool:

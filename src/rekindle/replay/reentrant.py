@@ -56,7 +56,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.ambient = ambient.take()
         modules, generators = reached_from(run_function, args, {})
-        ctx.modules = ModuleState(modules)
+        ctx.modules = ModuleState(modules, run_function)
         ctx.had_cuda = cuda_in_use()
         ctx.rng = None
         if preserve_rng_state:

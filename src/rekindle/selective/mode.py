@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rekindle.compiled.handover import SAC_IGNORED_OPS
@@ -15,7 +16,15 @@ from rekindle.replay import rng as random_state
 from rekindle.replay.switches import recomputing
 from rekindle.selective.contexts import Counter
 from rekindle.selective.fates import Fate
-from rekindle.selective.record import Call, Held, Hooks, Value, tensors_of
+from rekindle.selective.record import (
+    Call,
+    Held,
+    Hooks,
+    Value,
+    nbytes_of,
+    source_bytes,
+    tensors_of,
+)
 from rekindle.selective.tiers import hooks_of, pause
 
 if TYPE_CHECKING:
@@ -99,12 +108,15 @@ class RecordMode(TorchDispatchMode):
         self._hooks = hooks
         """The saved-tensor hooks around the region, which get to see what is kept."""
         self._fates: dict[Any, Fate] = _remembered(policy) if policy.by_op_alone else {}
+        self._input_keepers: dict[Any, bool] = _input_keepers.setdefault(policy, {})
         self._values: dict[int, tuple[ref[Tensor], Value]] = {}
         """The value of each tensor that lives, by the tensor's id."""
         self._held: dict[int, list[tuple[ref[Value], ref[Tensor]]]] = {}
         """Values that are held, by storage: copied before the storage changes."""
         self._fresh: list[tuple[Tensor, Value, Any, Hooks | None]] = []
         """What the last op made and is to be held: autograd has not marked it yet."""
+        self._later: list[tuple[Tensor, ref[Value], Any, Hooks]] = []
+        """What hooks are to hold: handed to them at the end, when it is known who needs it."""
         self._counter = Counter()
         self._is_blind = False
         """Whether what runs now is not the region's."""
@@ -134,7 +146,11 @@ class RecordMode(TorchDispatchMode):
         if found is not None and found[0]() is tensor:
             return found[1]
         value = Value(None)
-        self._hold(tensor, value, None, self._hooks_for(tensor))
+        if _may_be_a_buffer(tensor):
+            value.hold(Held(tensor.detach().clone(), None, self._hooks))
+            self._values[id(tensor)] = ref(tensor), value
+        else:
+            self._hold(tensor, value, None, self._hooks_for(tensor))
         return value
 
     def know(self, tensor: Tensor, value: Value) -> None:
@@ -163,7 +179,8 @@ class RecordMode(TorchDispatchMode):
         if fate is None or fate is Fate.RECOMPUTE or found is None or found[0]() is not tensor:
             return
         if found[1].held is None:
-            self._hold(tensor, found[1], name, self._hooks_of(fate))
+            self._fresh.append((tensor, found[1], name, self._hooks_of(fate)))
+            self._note(tensor, found[1])
 
     def held_values(self) -> list["ref[Value]"]:
         """Everything that was held, whether or not anything needs it."""
@@ -175,29 +192,35 @@ class RecordMode(TorchDispatchMode):
 
     def _note(self, tensor: Tensor, value: Value) -> None:
         self._values[id(tensor)] = ref(tensor), value
-        if tensor.layout is torch.strided and type(tensor) is Tensor:
-            key = storage_key(tensor.untyped_storage())
-            self._held.setdefault(key, []).append((ref(value), ref(tensor)))
+        self._held.setdefault(_storage(tensor), []).append((ref(value), ref(tensor)))
 
     def _hooks_for(self, tensor: Tensor) -> Hooks | None:
         return None if tensor.is_leaf and tensor.requires_grad else self._hooks
 
     def _hooks_of(self, fate: Fate) -> Hooks | None:
-        """Who is to hold what has a fate; a replay uses it at once, so there it is kept."""
-        if fate is Fate.KEEP or recomputing.get() or capturing():
+        """Who is to hold what has a fate: hooks around the region, if any, such as a region's.
+
+        What a replay saves is used at once, so there it is kept.
+        """
+        if fate is Fate.KEEP or self._hooks is not None or recomputing.get() or capturing():
             return self._hooks
         self._tiers.add(fate)
         return hooks_of(fate)
 
     def close(self, failed: bool) -> None:
         """The forward is over: only what autograd saved keeps values alive."""
+        self.settle()
+        later, self._later = self._later, []
+        self._just_saved.clear()
+        self._values.clear()
+        self._held.clear()
         try:
-            self.settle()
+            while later and not failed:
+                tensor, weak, func, hooks = later.pop(0)
+                value = weak()
+                if value is not None:
+                    value.hold(Held(tensor, func, hooks))
         finally:
-            self._fresh.clear()
-            self._just_saved.clear()
-            self._values.clear()
-            self._held.clear()
             pause(self._tiers, failed)
 
     def settle(self) -> None:
@@ -206,7 +229,10 @@ class RecordMode(TorchDispatchMode):
         was_blind, self._is_blind = self._is_blind, True
         try:
             for tensor, value, func, hooks in fresh:
-                value.hold(Held(tensor, func, hooks))
+                if hooks is None:
+                    value.hold(Held(tensor, func, None))
+                else:
+                    self._later.append((tensor, ref(value), func, hooks))
         finally:
             self._is_blind = was_blind
 
@@ -231,6 +257,8 @@ class RecordMode(TorchDispatchMode):
         inputs: list[Value] = []
         call = Call(func, self._noted(args, inputs), kwargs and self._named(kwargs, inputs), inputs)
         call.rng = rng
+        if kind is not _Kind.VIEW and self._keeps_inputs(func):
+            self._keep_inputs(args)
         fate = self._fates.get(func) or self._fate(func, out, args, kwargs or {})
         if kind is _Kind.VIEW and fate is _RECOMPUTE and inputs:
             held = inputs[0].held
@@ -257,6 +285,19 @@ class RecordMode(TorchDispatchMode):
         for tensor in tensors_of(out):
             self._hold(tensor, Value(None), func, self._hooks_for(tensor))
         return out
+
+    def _keeps_inputs(self, func: Any) -> bool:
+        known = self._input_keepers.get(func)
+        if known is None:
+            known = self._input_keepers[func] = self._policy.keeps_inputs(func)
+        return known
+
+    def _keep_inputs(self, args: tuple[Any, ...]) -> None:
+        """Keep an op's inputs rather than what they were made from, where that is as large."""
+        for tensor in tensors_of(args):
+            value = self.value_of(tensor)
+            if value.held is None and nbytes_of(tensor) <= source_bytes(value):
+                self._hold(tensor, value, None, self._hooks_for(tensor))
 
     def _fate(self, func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fate:
         """Ask the policy."""
@@ -296,12 +337,7 @@ class RecordMode(TorchDispatchMode):
         mistake that the version counter tells of: both want the tensor itself, and no copy.
         """
         keys = {_storage(tensor) for tensor in _changed(func, args, kwargs)}
-        for key in keys:
-            for held in self._held.pop(key, ()):
-                value, tensor = held[0](), held[1]()
-                if value is None or tensor is None or value in self._just_saved:
-                    continue
-                value.hold(Held(tensor.detach().clone(), None, self._hooks))
+        self._save_from_change(keys)
         self._just_saved.clear()
         out = func(*args, **kwargs)
         for number, known in list(self._values.items()):
@@ -310,8 +346,23 @@ class RecordMode(TorchDispatchMode):
                 del self._values[number]
         return out
 
+    def _save_from_change(self, keys: set[int]) -> None:
+        """Copy what is held, or is to be, of storages that are about to change."""
+        self._later = [
+            (x.detach().clone() if _storage(x) in keys else x, weak, maker, hooks)
+            for x, weak, maker, hooks in self._later
+        ]
+        for key in keys:
+            for weak, tensor in self._held.pop(key, ()):
+                value, now = weak(), tensor()
+                if value is None or now is None or value.held is None:
+                    continue
+                if value not in self._just_saved:
+                    value.hold(Held(now.detach().clone(), None, self._hooks))
+
 
 _tables: dict[Any, dict[Any, Fate]] = {}
+_input_keepers: dict[Any, dict[Any, bool]] = {}
 
 
 def _remembered(policy: Any) -> dict[Any, Fate]:
@@ -319,11 +370,28 @@ def _remembered(policy: Any) -> dict[Any, Fate]:
     return _tables.setdefault(policy, {})
 
 
+_SMALL = 1 << 16
+
+
+def _may_be_a_buffer(tensor: Tensor) -> bool:
+    """Whether a tensor from outside may change until backward, and is cheap to copy.
+
+    Statistics, counters, scales: another forward changes them, some kernels without moving their
+    version. A large one that changes is an error, which says so.
+    """
+    if tensor.requires_grad or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return False
+    return 0 < nbytes_of(tensor) <= _SMALL
+
+
 def _storage(tensor: Tensor) -> int:
-    try:
-        return storage_key(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):
+    """What tells whether tensors share memory; 0 for those of which nobody knows, and so may."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return 0
+    return storage_key(tensor.untyped_storage())
+
+
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

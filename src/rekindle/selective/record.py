@@ -42,12 +42,14 @@ Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class Held:
     """A tensor that is held from forward to backward, unless somebody else's hooks hold it."""
 
-    __slots__ = ("_packed", "_unpack", "is_elsewhere", "maker", "version")
+    __slots__ = ("_packed", "_unpack", "is_elsewhere", "maker", "nbytes", "version")
 
     def __init__(self, tensor: Tensor, maker: Any, hooks: Hooks | None) -> None:
         self.maker = maker
         """The op that made it, or the name it was given; None if it comes from outside."""
         self.version = version_of(tensor)
+        self.nbytes = nbytes_of(tensor) if maker is not None else 0
+        """Its size, if the region made it; what comes from outside is there anyway."""
         self.is_elsewhere = hooks is not None
         """Whether somebody's hooks hold it, so that it takes something to get it."""
         if hooks is None:
@@ -178,6 +180,28 @@ def tensors_of(out: Any) -> list[Tensor]:
     if isinstance(out, tuple | list):
         return [tensor for item in out for tensor in tensors_of(item)]
     return []
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """The size of a tensor's content; of a view, what it shows."""
+    return tensor.numel() * tensor.element_size()
+
+
+def source_bytes(value: Value) -> int:
+    """The size of what was kept and a value is made from."""
+    found: dict[Value, int] = {}
+    seen: set[Value] = set()
+    stack = [value]
+    while stack:
+        source = stack.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        if source.held is not None:
+            found[source] = source.held.nbytes
+        elif source.maker is not None:
+            stack += source.maker.inputs
+    return sum(found.values())
 
 
 def make(wanted: Value, made: list[Value], for_good: bool) -> int:
