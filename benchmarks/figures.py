@@ -73,6 +73,21 @@ def _cell(result: dict[str, Any], key: str, form: str) -> str:
     return format(result[key], form) if is_counted else ""
 
 
+def policies(results: dict[str, Any]) -> str:
+    """What policies hold and replay in one block."""
+    rows = [
+        [
+            f"`{r['policy']}`",
+            f"{r['mib_held']:.0f}",
+            f"{r['share']:.2f}",
+            str(r["ops_replayed"]),
+            str(r["ops_computed"]),
+        ]
+        for r in results["results"]
+    ]
+    return table(["policy", "MiB held", "of plain", "ops replayed", "of these no views"], rows)
+
+
 def source(results: dict[str, Any], command: str) -> str:
     device = results["device"] if results["device"] != "cpu" else "CPU, one thread"
     return f"`{command}`, one run on {device}, torch {results['torch']}:"
@@ -83,6 +98,7 @@ def pages() -> dict[Path, str]:
     host = json.loads((RESULTS / "overhead-cpu.json").read_text())
     gpu = json.loads((RESULTS / "recompute-h200.json").read_text())
     moved = json.loads((RESULTS / "offload-h200.json").read_text())
+    held = json.loads((RESULTS / "policies.json").read_text())
     first, second = "scripts/bench overhead", "scripts/bench recompute --shape all"
     third = "scripts/bench offload --shape all"
     short = ["torch", "torch reentrant", "rekindle"]
@@ -99,6 +115,13 @@ def pages() -> dict[Path, str]:
         ),
         ROOT / "docs" / "overhead.md": "\n\n".join(
             [source(host, first), overhead(host), source(gpu, second), recompute(gpu)]
+        ),
+        ROOT / "docs" / "policies.md": "\n\n".join(
+            [
+                "`scripts/bench policies`: one block of the decoder's shape `8b`, 8192 tokens in "
+                "bf16, counted on fake tensors:",
+                policies(held),
+            ]
         ),
         ROOT / "docs" / "offload.md": "\n\n".join([source(moved, third), offload(moved)]),
     }
