@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import rekindle
 from benchmarks.decoder import SHAPES, Block
@@ -100,7 +101,7 @@ def test_what_is_offloaded_is_not_on_the_device_between_forward_and_backward() -
     torch.cuda.synchronize()
     rekindle.offload(quota=1.0, min_bytes=1, derive=False).trim()
     held = torch.cuda.memory_allocated() - before
-    # The output, and no more: the dropout mask is drawn again. The generator's state is on the host.
+    # The output, and no more: the dropout mask is drawn again.
     assert held == out.numel() * out.element_size()
 
 
@@ -146,3 +147,18 @@ def test_work_on_another_stream_is_waited_for() -> None:
 
     for _ in range(10):
         assert_same_step(lambda: net(x), other, leaves)
+
+
+def test_flex_attention_with_a_bias_that_wants_a_gradient() -> None:
+    q, bias = (torch.randn(1, 2, 128, 64, device="cuda", requires_grad=True) for _ in range(2))
+
+    def region(q: Tensor, bias: Tensor) -> Tensor:
+        scale = bias[0, 0, :, 0].exp()
+        return flex_attention(q.sin(), q.cos(), q, lambda s, b, h, i, j: s * scale[j]).sin()
+
+    for policy in (keep(), recompute(), keep(torch.ops.higher_order.flex_attention)):
+        out = rekindle.checkpoint(region, q, bias, context_fn=policy)
+        found = torch.autograd.grad(out.sum(), (q, bias))
+        expected = torch.autograd.grad(region(q, bias).sum(), (q, bias))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)  # its backward adds up in no fixed order

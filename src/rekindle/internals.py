@@ -151,9 +151,24 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     Also inside a dispatch mode; and of one of several views whose base was changed in place, at
     which autograd would raise.
     """
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         alias: torch.Tensor = with_versions(torch.Tensor.detach, tensor)
     return alias
+
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_get_mode = torch._C._get_dispatch_mode
+
+
+def fake_mode() -> Any:
+    """The `FakeTensorMode` that is entered, or None. No public form."""
+    return _get_mode(_FAKE)
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """Where ops run as below autograd, whatever the grad mode is. No public form."""
+    guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
+    return guard
 
 
 def grad_fn_of(tensor: torch.Tensor) -> Any:

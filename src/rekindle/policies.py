@@ -145,9 +145,21 @@ class _Ops(Policy):
             return self.then
         return None
 
+    def __reduce__(self) -> Any:
+        return _ops_again, (self.then, None if self.ops is None else _portable(self.ops))
+
     def __repr__(self) -> str:
         given = [] if self.ops is None else sorted(map(show, self.ops))
         return f"{self.then.value}({', '.join(given)})"
+
+
+def _portable(ops: frozenset[Op]) -> list[Any]:
+    """Ops as what can be pickled: names, and classes."""
+    return [op if isinstance(op, type) else show(op) for op in ops]
+
+
+def _ops_again(fate: Fate, ops: list[Any] | None) -> Policy:
+    return _Ops(fate, None if ops is None else frozenset(map(op_of, ops)))
 
 
 def keep(*ops: Any) -> Policy:
@@ -220,6 +232,9 @@ class _Inputs(Policy):
 
     def keeps_inputs(self, op: Any) -> bool:
         return matches(op, self.ops)
+
+    def __reduce__(self) -> Any:
+        return keep_inputs, tuple(_portable(self.ops))
 
     def __repr__(self) -> str:
         return f"keep_inputs({', '.join(sorted(map(show, self.ops)))})"

@@ -49,7 +49,7 @@ def show(op: Op) -> str:
         return str(op.name())
     if isinstance(op, OpOverloadPacket):
         return str(op._qualified_op_name)
-    return op.__name__ if isinstance(op, type) else str(op.name())
+    return op.__name__ if isinstance(op, type) else f"higher_order::{op.name()}"
 
 
 _CHEAP = (

@@ -12,7 +12,7 @@ the results of ops that change a buffer, which must not change it twice.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -21,16 +21,19 @@ from torch import Tensor, nn
 from rekindle.errors import CheckpointError
 from rekindle.internals import (
     any_autocast,
+    below_autograd,
     detached,
     func_transform,
     grad_enabled,
     old_vmap_level,
     outside_func_transforms,
     outside_old_vmap,
+    set_grad_enabled,
     version_of,
     with_versions,
 )
 from rekindle.replay import rng as random_state
+from rekindle.selective import backends
 
 if TYPE_CHECKING:
     from weakref import ref
@@ -121,7 +124,7 @@ class Value:
 class Call:
     """One op of a recorded region, to be run again on the same values."""
 
-    __slots__ = ("args", "func", "inputs", "kwargs", "outs", "rng")
+    __slots__ = ("args", "func", "grad", "inputs", "kwargs", "outs", "rng", "switches")
 
     def __init__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Value]
@@ -130,7 +133,9 @@ class Call:
         self.args = args
         self.kwargs = kwargs
         self.inputs = inputs
+        self.grad = grad_enabled()
         self.rng: random_state.RngState | None = None
+        self.switches: backends.Switches | None = None
         self.outs: list[ref[Value]] = []
 
     def run(self, made: list[Value], for_good: bool) -> None:
@@ -140,7 +145,11 @@ class Call:
         from, and that goes as soon as nothing else needs it.
         """
         args = [_given(arg, made) for arg in self.args]
-        before = None if self.rng is None else random_state.swap(self.rng)
+        rng = None if self.rng is None else random_state.swap(self.rng)
+        switches = None if self.switches is None else backends.swap(self.switches)
+        grad = grad_enabled()
+        if grad is not self.grad:
+            set_grad_enabled(self.grad)
         try:
             if self.kwargs:
                 kwargs = {key: _given(arg, made) for key, arg in self.kwargs.items()}
@@ -148,8 +157,12 @@ class Call:
             else:
                 out = self.func(*args)
         finally:
-            if before is not None:
-                random_state.restore(before)
+            if grad is not self.grad:
+                set_grad_enabled(grad)
+            if switches is not None:
+                backends.swap(switches)
+            if rng is not None:
+                random_state.restore(rng)
         tensors = (out,) if isinstance(out, Tensor) else tensors_of(out)
         for weak, tensor in zip(self.outs, tensors, strict=True):
             value = weak()
@@ -204,11 +217,11 @@ def source_bytes(value: Value) -> int:
     return sum(found.values())
 
 
-def make(wanted: Value, made: list[Value], for_good: bool) -> int:
+def make(wanted: Value, made: list[Value], for_good: bool, dtype: torch.dtype) -> int:
     """Have a value made, by the calls it depends on and no others; the number of them."""
     calls = _needed(wanted)
     count = len(calls)
-    with nullcontext() if _is_below_autograd() else _below_autograd():
+    with _as_recorded(dtype):
         while calls:  # one by one: what only led to something that was made goes at once
             calls.pop().run(made, for_good)
     return count
@@ -238,22 +251,12 @@ def _needed(wanted: Value) -> list[Call]:
     return list(order)[::-1]
 
 
-def _is_below_autograd() -> bool:
-    """Whether there is nothing to leave, as in most backwards."""
-    return not (
-        grad_enabled()
-        or any_autocast()
-        or func_transform() is not None
-        or old_vmap_level()
-        or torch.is_inference_mode_enabled()
-    )
-
-
-def _below_autograd() -> ExitStack:
+def _as_recorded(dtype: torch.dtype) -> ExitStack:
     """Where ops are run as they were recorded: after autocast, autograd and transforms."""
     with ExitStack() as stack:
-        if grad_enabled():
-            stack.enter_context(torch.no_grad())
+        stack.enter_context(below_autograd())
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(mode=False))
         if any_autocast():  # what was to be cast was cast then
             for kind in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(kind):
@@ -263,8 +266,9 @@ def _below_autograd() -> ExitStack:
         level = old_vmap_level()
         if level:
             stack.enter_context(outside_old_vmap(level))
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(mode=False))
-            stack.enter_context(torch.no_grad())
+        now = torch.get_default_dtype()
+        if now is not dtype:
+            torch.set_default_dtype(dtype)
+            stack.callback(torch.set_default_dtype, now)
         return stack.pop_all()
     raise AssertionError("no context of ours swallows an error")

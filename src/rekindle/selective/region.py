@@ -42,6 +42,7 @@ class Region:
         self._lock = RLock()
         self._made: list[ref[Value]] = []
         self._task = -1
+        self._dtype = torch.get_default_dtype()
         self._watch: observation.Watch | None = None
         if observation.active and not recomputing.get():
             self._watch = observation.Watch(function)
@@ -56,7 +57,7 @@ class Region:
             self._mode.__exit__(*error)
         finally:
             pop_hooks()
-            held = self._mode.held_values() if self._watch is not None else []
+            held = self._mode.book.held_values() if self._watch is not None else []
             self._mode.close(failed=error[0] is not None)
             self._report(held)
 
@@ -112,7 +113,7 @@ class Region:
     def _make(self, value: Value, made: list[Value]) -> Tensor:
         task = graph_task_id()
         for_good = task != -1 and not keep_graph() and runs_whole_graph()
-        ops = make(value, made, for_good)
+        ops = make(value, made, for_good, self._dtype)
         if observation.active and self._watch is not None:
             self._watch.replayed(ops, again=task == self._replayed_in)
         self._replayed_in = task

@@ -1,0 +1,189 @@
+"""What a region that is being recorded knows of its tensors: which value each has, what is held.
+
+Tensors are known by their identity, and as long as they have the memory they had: what an op
+changes in place, or exchanges, gets another value, and what was held of it is copied before.
+"""
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from rekindle.internals import storage_key
+from rekindle.selective.record import Held, Hooks, Value, nbytes_of
+
+_SMALL = 1 << 18
+_MANY = 64
+
+
+class Book:
+    """The tensors of one region."""
+
+    def __init__(self, hooks: Hooks | None) -> None:
+        self._hooks = hooks
+        """The saved-tensor hooks around the region, which get to see what is kept."""
+        self._known: dict[int, tuple[ref[Tensor], Value, int]] = {}
+        """The value of each tensor that lives, by the tensor's id, with its address."""
+        self._held: dict[int, list[tuple[ref[Value], ref[Tensor]]]] = {}
+        """Values that are held, by storage: copied before the storage changes."""
+        self.fresh: list[tuple[Tensor, Value, Any, Hooks | None]] = []
+        """What the last op made and is to be held: autograd has not marked it yet."""
+        self._later: list[tuple[Tensor, ref[Value], Any, Hooks]] = []
+        """What a tier is to hold: handed to it at the end, when it is known who needs it."""
+        self.just_saved: set[Value] = set()
+        """What autograd saved since the last op: Note [What an op saves before it runs]."""
+        self._many = _MANY
+
+    def find(self, tensor: Tensor) -> Value | None:
+        """The value of a tensor, if the region has met it and it still has the same memory."""
+        found = self._known.get(id(tensor))
+        if found is not None and found[0]() is tensor and found[2] == _address(tensor):
+            return found[1]
+        return None
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """The value of a tensor; one that the region did not make is held as it is."""
+        value = self.find(tensor)
+        if value is None:
+            value = Value(None)
+            if _may_be_a_buffer(tensor):
+                value.hold(Held(_copy(tensor), None, self._hooks))
+                self.enter(tensor, value)
+            else:
+                self.hold(tensor, value, None)
+        return value
+
+    def enter(self, tensor: Tensor, value: Value) -> None:
+        """A tensor has this value."""
+        self._known[id(tensor)] = ref(tensor), value, _address(tensor)
+
+    def hold(self, tensor: Tensor, value: Value, maker: Any) -> None:
+        """Hold a tensor that autograd has marked."""
+        is_leaf = tensor.is_leaf and tensor.requires_grad
+        value.hold(Held(tensor, maker, None if is_leaf else self._hooks))
+        self._enter_held(tensor, value)
+
+    def hold_soon(self, tensor: Tensor, value: Value, maker: Any, hooks: Hooks | None) -> None:
+        """Hold a tensor that an op has just made."""
+        self.fresh.append((tensor, value, maker, hooks))
+        self._enter_held(tensor, value)
+
+    def _enter_held(self, tensor: Tensor, value: Value) -> None:
+        self.enter(tensor, value)
+        self._held.setdefault(_storage(tensor), []).append((ref(value), ref(tensor)))
+        if len(self._known) > self._many:  # else kept results that nobody needs would stay
+            self._known = {k: known for k, known in self._known.items() if known[0]() is not None}
+            self._many = 2 * len(self._known) + _MANY
+
+    def settle(self) -> None:
+        """Hand what the last op made to whoever holds it: by now autograd has marked it."""
+        fresh, self.fresh = self.fresh, []
+        for tensor, value, maker, hooks in fresh:
+            if hooks is None or hooks is self._hooks:  # around it, perhaps a region that counts
+                value.hold(Held(tensor, maker, hooks))
+            else:
+                self._later.append((tensor, ref(value), maker, hooks))
+
+    def held_values(self) -> list["ref[Value]"]:
+        """Everything that was held, whether or not anything needs it."""
+        return [value for values in self._held.values() for value, _ in values]
+
+    def close(self, failed: bool) -> None:
+        """The forward is over: only what autograd saved keeps values alive."""
+        self.settle()
+        later, self._later = self._later, []
+        self.just_saved.clear()
+        self._known.clear()
+        self._held.clear()
+        while later and not failed:
+            tensor, weak, maker, hooks = later.pop(0)
+            value = weak()
+            if value is not None:
+                value.hold(Held(tensor, maker, hooks))
+
+    def will_change(self, tensors: list[Tensor]) -> set[int]:
+        """Copy what is held, or is to be, of tensors that are about to change; their storages.
+
+        Note [What an op saves before it runs]. Autograd saves an op's arguments just before the op.
+        One that the op then changes is either a result that it fills (`rrelu`'s noise), or a
+        mistake that the version counter tells of: both want the tensor itself, and no copy.
+        """
+        keys = {_storage(tensor) for tensor in tensors}
+        if keys:
+            keys.add(_OF_SEVERAL)  # of which they may be a part
+        self._later = [
+            (_copy(x) if _storage(x) in keys else x, weak, maker, hooks)
+            for x, weak, maker, hooks in self._later
+        ]
+        for key in keys:
+            for weak, _ in self._held.pop(key, ()):
+                value = weak()
+                if value is None or value.held is None or value in self.just_saved:
+                    continue
+                here = value.held.here()
+                if here is not None and not isinstance(here, nn.Parameter):
+                    value.hold(Held(_copy(here), value.held.maker, self._hooks))
+        return keys
+
+    def has_changed(self, tensors: list[Tensor], keys: set[int]) -> None:
+        """These tensors, and all that share their storages, have other values now."""
+        for tensor in tensors:
+            self._known.pop(id(tensor), None)
+        for number, known in list(self._known.items()):
+            tensor_now = known[0]()
+            if tensor_now is None or _storage(tensor_now) in keys:
+                del self._known[number]
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a plain tensor's memory begins; 0 for others."""
+    if type(tensor) is not Tensor:
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # sparse, or nothing behind it
+        return 0
+
+
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_OF_SEVERAL, _UNKNOWN = 0, 1
+
+
+def _storage(tensor: Tensor) -> int:
+    """What tells whether tensors share memory.
+
+    Of those made of several tensors (sparse, nested), and of subclasses, nobody knows: any may
+    share memory with any.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return _OF_SEVERAL
+    if type(tensor) not in _PLAIN:
+        return _UNKNOWN
+    return storage_key(tensor.untyped_storage())
+
+
+def _may_be_a_buffer(tensor: Tensor) -> bool:
+    """Whether a tensor from outside may change until backward, and is cheap to copy.
+
+    Statistics, counters, scales: another forward changes them, some kernels without moving their
+    version. A large one that changes is an error, which says so.
+    """
+    if tensor.requires_grad or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return False
+    return 0 < nbytes_of(tensor) <= _SMALL
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, which decide the order of sums."""
+    tensor = tensor.detach()
+    copy = tensor.clone()
+    if tensor.layout is not torch.strided or copy.stride() == tensor.stride():
+        return copy
+    if 0 in tensor.stride():  # some of its elements are one in memory
+        whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+        return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)

@@ -1,0 +1,75 @@
+"""What there is to know of an op before it runs: whether, and how, it can be run again."""
+
+from enum import Enum
+from typing import Any
+
+import torch
+
+from rekindle.internals import grad_enabled
+
+
+class Kind(Enum):
+    """How an op is treated: Note [What is not made again] in record.py."""
+
+    VIEW = "shows an argument in another way"
+    PURE = "makes its results from its arguments, the same every time"
+    RANDOM = "draws random numbers, or may"
+    FILLED = "makes memory that something may write to unseen, if autograd does not look"
+    CHANGES = "changes arguments, as its schema says"
+    LOOSE = "leaves its result unwritten"
+    OPAQUE = "may change arguments, though nothing says so"
+
+
+_VIEWS = ("_unsafe_view", "wait_tensor")
+"""Show their argument's memory, though their schema does not say so."""
+_UNWRITTEN = (
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
+    *("empty_permuted", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full"),
+)
+"""Made to be written to, perhaps by something that no dispatcher sees."""
+_FILLED = (*("clone", "_to_copy", "zeros_like", "ones_like", "full_like"),)
+_CHANGES_BUFFERS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm")
+_PURE_OPERATORS = ("flex_attention",)
+"""Higher-order operators that can be run again; of others nobody knows."""
+_OWN = ("aten", "prims", "_c10d_functional")
+"""Namespaces whose ops say of themselves whether they draw random numbers."""
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_rnn_layer", "_cudnn_rnn")
+_kinds: dict[Any, Kind] = {}
+_depending: dict[Any, bool] = {}
+
+
+def kind_of(func: Any) -> Kind:
+    """The kind of an op, here and now."""
+    kind = _kinds.get(func)
+    if kind is None:
+        kind = _kinds[func] = _kind_by_schema(func)
+    if kind is Kind.FILLED:
+        # In the forward of an `autograd.Function`, or under `no_grad`, a kernel of somebody's own
+        # may write to what these make.
+        return Kind.PURE if grad_enabled() else Kind.LOOSE
+    return kind
+
+
+def depends_on_backends(func: Any) -> bool:
+    """Whether switches of torch's decide which kernel computes it."""
+    known = _depending.get(func)
+    if known is None:
+        known = _depending[func] = getattr(func, "_opname", "") in _PRODUCTS
+    return known
+
+
+def _kind_by_schema(func: Any) -> Kind:
+    if not hasattr(func, "_schema"):
+        return Kind.PURE if func.name() in _PURE_OPERATORS else Kind.OPAQUE
+    name = func.name().split("::")[-1].split(".")[0]
+    if func._schema.is_mutable:
+        return Kind.CHANGES
+    if any(part in name for part in _CHANGES_BUFFERS):
+        return Kind.OPAQUE
+    if name in _UNWRITTEN:
+        return Kind.LOOSE
+    if torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _OWN:
+        return Kind.RANDOM
+    if func.is_view or name in _VIEWS:
+        return Kind.VIEW
+    return Kind.FILLED if name in _FILLED else Kind.PURE
