@@ -151,18 +151,19 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     Also inside a dispatch mode; and of one of several views whose base was changed in place, at
     which autograd would raise.
     """
-    with below_autograd():
-        alias: torch.Tensor = with_versions(torch.Tensor.detach, tensor)
+    try:
+        alias: torch.Tensor = with_versions(_detach, tensor)
+    except RuntimeError:
+        with below_autograd():
+            alias = with_versions(_detach, tensor)
     return alias
 
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-_get_mode = torch._C._get_dispatch_mode
+_detach = torch.Tensor.detach
 
-
-def fake_mode() -> Any:
-    """The `FakeTensorMode` that is entered, or None. No public form."""
-    return _get_mode(_FAKE)
+FAKE = torch._C._TorchDispatchModeKey.FAKE
+fake_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode
+"""Called with `FAKE`: the `FakeTensorMode` that is entered, or None. No public form."""
 
 
 def below_autograd() -> AbstractContextManager[Any]:

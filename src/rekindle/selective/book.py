@@ -55,6 +55,32 @@ class Book:
                 self.hold(tensor, value, None)
         return value
 
+    def noted(self, args: Any, inputs: list[Value]) -> Any:
+        """Arguments of an op with values in place of tensors; these are added to the inputs."""
+        noted = []
+        for arg in args:
+            if isinstance(arg, Tensor):
+                found = self._known.get(id(arg))
+                if (
+                    found is not None
+                    and found[0]() is arg
+                    and (not found[2] or found[2] == arg.data_ptr())
+                ):
+                    value = found[1]
+                else:
+                    value = self.value_of(arg)
+                inputs.append(value)
+                noted.append(value)
+            elif type(arg) is list or type(arg) is tuple:
+                noted.append(self.noted(arg, inputs))
+            else:
+                noted.append(arg)
+        return tuple(noted) if type(args) is tuple else noted
+
+    def noted_kwargs(self, kwargs: dict[str, Any], inputs: list[Value]) -> dict[str, Any]:
+        """The same for keyword arguments."""
+        return dict(zip(kwargs, self.noted(list(kwargs.values()), inputs), strict=True))
+
     def enter(self, tensor: Tensor, value: Value) -> None:
         """A tensor has this value."""
         self._known[id(tensor)] = ref(tensor), value, _address(tensor)

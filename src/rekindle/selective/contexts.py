@@ -59,13 +59,14 @@ class Counter:
 
     def __init__(self) -> None:
         self._state: dict[Any, Any] = {}
-        self._seen: defaultdict[Any, int] = defaultdict(int)
+        self._seen: defaultdict[int, int] = defaultdict(int)
 
     def context(
         self, op: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool
     ) -> SelectiveCheckpointContext:
-        index = self._seen[op]
-        self._seen[op] += 1
+        number = id(op)
+        index = self._seen[number]
+        self._seen[number] = index + 1
         return SelectiveCheckpointContext(
             is_recompute=is_recompute,
             op_output=out,

@@ -18,7 +18,7 @@ class Fate(Enum):
     """To disk."""
 
 
-_ANSWERS: dict[Any, Fate] = {
+_ANSWERS: dict[Any, Fate] = {  # what else is equal to True is not among them
     True: Fate.KEEP,
     False: Fate.RECOMPUTE,
     CheckpointPolicy.MUST_SAVE: Fate.KEEP,
@@ -29,6 +29,9 @@ _ANSWERS: dict[Any, Fate] = {
     CheckpointPolicy.PREFER_CPU_OFFLOAD: Fate.OFFLOAD_FREELY,
 } | {fate: fate for fate in Fate}
 _WORDS = {fate.value: fate for fate in (Fate.KEEP, Fate.RECOMPUTE, Fate.OFFLOAD, Fate.SPILL)}
+
+_BY_ID = {id(answer): fate for answer, fate in _ANSWERS.items()}
+"""The same by identity, since each is the only one of its kind: hashing an enum takes longer."""
 
 FOR_TORCH = {
     Fate.KEEP: CheckpointPolicy.MUST_SAVE,
@@ -42,11 +45,10 @@ FOR_TORCH = {
 
 def fate_of(answer: Any) -> Fate:
     """The fate that a policy's answer stands for: a `CheckpointPolicy`, a word or a bool."""
-    try:
-        fate = _ANSWERS.get(answer) or _WORDS.get(answer)
-    except TypeError:  # it cannot even be looked up
-        fate = None
-    if fate is None or isinstance(answer, int | float) is not isinstance(answer, bool):
+    fate = _BY_ID.get(id(answer))
+    if fate is None and isinstance(answer, str):
+        fate = _WORDS.get(answer)
+    if fate is None:
         raise TypeError(
             f"A policy should return a CheckpointPolicy, one of {list(_WORDS)}, or True (keep) or "
             f"False (recompute), but returned {answer!r}"

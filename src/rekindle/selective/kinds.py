@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 
-from rekindle.internals import grad_enabled
-
 
 class Kind(Enum):
     """How an op is treated: Note [What is not made again] in record.py."""
@@ -14,7 +12,8 @@ class Kind(Enum):
     VIEW = "shows an argument in another way"
     PURE = "makes its results from its arguments, the same every time"
     RANDOM = "draws random numbers, or may"
-    FILLED = "makes memory that something may write to unseen, if autograd does not look"
+    FILLED = "makes memory that a kernel of somebody's own may write to, where gradients are off"
+    """That is in the forward of an `autograd.Function`, or under `no_grad`."""
     CHANGES = "changes arguments, as its schema says"
     LOOSE = "leaves its result unwritten"
     OPAQUE = "may change arguments, though nothing says so"
@@ -34,31 +33,15 @@ _PURE_OPERATORS = ("flex_attention",)
 _OWN = ("aten", "prims", "_c10d_functional")
 """Namespaces whose ops say of themselves whether they draw random numbers."""
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_rnn_layer", "_cudnn_rnn")
-_kinds: dict[Any, Kind] = {}
-_depending: dict[Any, bool] = {}
-
-
-def kind_of(func: Any) -> Kind:
-    """The kind of an op, here and now."""
-    kind = _kinds.get(func)
-    if kind is None:
-        kind = _kinds[func] = _kind_by_schema(func)
-    if kind is Kind.FILLED:
-        # In the forward of an `autograd.Function`, or under `no_grad`, a kernel of somebody's own
-        # may write to what these make.
-        return Kind.PURE if grad_enabled() else Kind.LOOSE
-    return kind
 
 
 def depends_on_backends(func: Any) -> bool:
     """Whether switches of torch's decide which kernel computes it."""
-    known = _depending.get(func)
-    if known is None:
-        known = _depending[func] = getattr(func, "_opname", "") in _PRODUCTS
-    return known
+    return getattr(func, "_opname", "") in _PRODUCTS
 
 
-def _kind_by_schema(func: Any) -> Kind:
+def kind_of(func: Any) -> Kind:
+    """The kind of an op."""
     if not hasattr(func, "_schema"):
         return Kind.PURE if func.name() in _PURE_OPERATORS else Kind.OPAQUE
     name = func.name().split("::")[-1].split(".")[0]

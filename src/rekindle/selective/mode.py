@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rekindle.compiled.handover import SAC_IGNORED_OPS
-from rekindle.internals import capturing, fake_mode
+from rekindle.internals import FAKE, capturing, fake_mode, grad_enabled
 from rekindle.replay import rng as random_state
 from rekindle.replay.switches import recomputing
 from rekindle.selective import backends
@@ -22,7 +22,8 @@ from rekindle.selective.tiers import hooks_of, pause
 if TYPE_CHECKING:
     from rekindle.policies import Policy
 
-_PURE, _VIEW, _RECOMPUTE = Kind.PURE, Kind.VIEW, Fate.RECOMPUTE
+_PURE, _VIEW, _FILLED = Kind.PURE, Kind.VIEW, Kind.FILLED
+_RECOMPUTE = Fate.RECOMPUTE
 
 
 class _Running(local):
@@ -56,11 +57,11 @@ class RecordMode(TorchDispatchMode):
         self._policy = policy
         self._hooks = hooks
         self.book = Book(hooks)
-        self._fates, self._input_keepers = _remembered(policy)
+        self._ops = _remembered(policy)
         self._counter = Counter()
         self._is_blind = False
         """Whether what runs now is not the region's."""
-        self._fake = fake_mode()
+        self._fake = fake_mode(FAKE)
         self._tiers: set[Fate] = set()
 
     @classmethod
@@ -86,15 +87,28 @@ class RecordMode(TorchDispatchMode):
 
     def saved(self, tensor: Tensor) -> Value:
         """The value of a tensor that autograd saves."""
-        value = self.book.find(tensor)
-        if value is None:
+        book = self.book
+        value = book.find(tensor)
+        if value is None or (value.held is None and self._shows_what_is_held(value)):
             self._is_blind = True
             try:
-                value = self.book.value_of(tensor)
+                if value is None:
+                    value = book.value_of(tensor)
+                else:
+                    book.hold(tensor, value, None)  # which costs no memory
             finally:
                 self._is_blind = False
-        self.book.just_saved.add(value)
+        book.just_saved.add(value)
         return value
+
+    def _shows_what_is_held(self, value: Value) -> bool:
+        """Whether a value is a view of one that is held here."""
+        while value.held is None and value.maker is not None:
+            op = self._ops.get(id(value.maker.func))
+            if op is None or op.kind is not _VIEW or not value.maker.inputs:
+                return False
+            value = value.maker.inputs[0]
+        return value.held is not None and value.held.can_be_shown
 
     def settle(self) -> None:
         """What the last op made is held from now on, if it is to be."""
@@ -133,14 +147,17 @@ class RecordMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._is_blind or fake_mode() is not self._fake:  # the latter: somebody traces
+        if self._is_blind or fake_mode(FAKE) is not self._fake:  # the latter: somebody traces
             return func(*args, **(kwargs or {}))
         book = self.book
         if book.fresh:
             book.settle()
-        kind = kind_of(func)
+        op = self._ops.get(id(func))
+        if op is None:
+            op = self._ops[id(func)] = _Op(func, self._policy)
+        kind = op.kind
         rng = None
-        if kind is _PURE or kind is _VIEW:
+        if kind is _PURE or kind is _VIEW or (kind is _FILLED and grad_enabled()):
             out = func(*args, **kwargs) if kwargs else func(*args)
         elif kind is Kind.RANDOM and not (kwargs and kwargs.get("generator") is not None):
             rng = random_state.take(())
@@ -150,17 +167,12 @@ class RecordMode(TorchDispatchMode):
         if book.just_saved:
             book.just_saved.clear()
         inputs: list[Value] = []
-        call = Call(func, self._noted(args, inputs), kwargs and self._named(kwargs, inputs), inputs)
+        noted = book.noted(args, inputs)
+        call = Call(func, noted, kwargs and book.noted_kwargs(kwargs, inputs), inputs)
         call.rng = rng
-        if depends_on_backends(func):
-            call.switches = backends.take()
-        if kind is not _VIEW and self._keeps_inputs(func):
-            self._keep_inputs(args)
-        fate = self._fates.get(func) or self._fate(func, out, args, kwargs or {})
-        if fate is _RECOMPUTE and kind is _VIEW and inputs:
-            held = inputs[0].held
-            if held is not None and held.can_be_shown:
-                fate = Fate.KEEP  # a view of what is held costs nothing
+        if op.is_special:
+            self._treat(op, call, args)
+        fate = op.fate or self._fate(func, out, args, kwargs or {})
         for tensor in (out,) if isinstance(out, Tensor) else tensors_of(out):
             value = Value(call)
             call.outs.append(ref(value))
@@ -190,14 +202,12 @@ class RecordMode(TorchDispatchMode):
                 book.hold(tensor, Value(None), func)
         return out
 
-    def _keeps_inputs(self, func: Any) -> bool:
-        known = self._input_keepers.get(func)
-        if known is None:
-            known = self._input_keepers[func] = self._policy.keeps_inputs(func)
-        return known
-
-    def _keep_inputs(self, args: tuple[Any, ...]) -> None:
-        """Keep an op's inputs rather than what they were made from, where that is as large."""
+    def _treat(self, op: "_Op", call: Call, args: tuple[Any, ...]) -> None:
+        """What most ops do not ask for."""
+        if op.needs_switches:
+            call.switches = backends.take()
+        if not op.keeps_inputs:
+            return
         for tensor in tensors_of(args):
             value = self.book.value_of(tensor)
             if value.held is None and nbytes_of(tensor) <= source_bytes(value):
@@ -205,42 +215,45 @@ class RecordMode(TorchDispatchMode):
 
     def _fate(self, func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fate:
         """Ask the policy."""
-        if func in SAC_IGNORED_OPS:
+        if self._ops[id(func)].is_ignored:
             return _RECOMPUTE
-        policy = self._policy
         ctx = self._counter.context(func, out, args, kwargs, is_recompute=False)
-        fate = policy.fate(ctx) or _RECOMPUTE
-        if policy.by_op_alone:
-            self._fates[func] = fate
+        fate = self._policy.fate(ctx) or _RECOMPUTE
+        if self._policy.by_op_alone:
+            self._ops[id(func)].fate = fate
         return fate
 
-    def _noted(self, args: Any, inputs: list[Value]) -> Any:
-        """Arguments with values in place of tensors."""
-        noted = []
-        for arg in args:
-            if isinstance(arg, Tensor):
-                value = self.book.value_of(arg)
-                inputs.append(value)
-                noted.append(value)
-            elif type(arg) is list or type(arg) is tuple:
-                noted.append(self._noted(arg, inputs))
-            else:
-                noted.append(arg)
-        return tuple(noted) if type(args) is tuple else noted
 
-    def _named(self, kwargs: dict[str, Any], inputs: list[Value]) -> dict[str, Any]:
-        return dict(zip(kwargs, self._noted(list(kwargs.values()), inputs), strict=True))
+class _Op:
+    """How an op is treated under a policy."""
+
+    __slots__ = (
+        "fate",
+        "func",
+        "is_ignored",
+        "is_special",
+        "keeps_inputs",
+        "kind",
+        "needs_switches",
+    )
+
+    def __init__(self, func: Any, policy: "Policy") -> None:
+        self.func = func  # so that its id, by which this is found, stays its own
+        self.kind = kind_of(func)
+        self.is_ignored = func in SAC_IGNORED_OPS
+        self.fate: Fate | None = None
+        """What the policy said of it, if it says the same every time."""
+        self.keeps_inputs = policy.keeps_inputs(func)
+        self.needs_switches = depends_on_backends(func)
+        self.is_special = self.keeps_inputs or self.needs_switches
 
 
-_Answers = tuple[dict[Any, Fate], dict[Any, bool]]
-_answers: dict[Any, _Answers] = {}
+_ops_of: dict[Any, dict[int, _Op]] = {}
+"""For each policy that looks at ops alone, what it has said of them so far."""
 
 
-def _remembered(policy: "Policy") -> _Answers:
-    """What a policy has answered so far about ops alone: their fates, and who keeps its inputs."""
-    if not policy.by_op_alone:
-        return {}, {}
-    return _answers.setdefault(policy, ({}, {}))
+def _remembered(policy: "Policy") -> dict[int, _Op]:
+    return _ops_of.setdefault(policy, {}) if policy.by_op_alone else {}
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -147,9 +147,8 @@ class Call:
         args = [_given(arg, made) for arg in self.args]
         rng = None if self.rng is None else random_state.swap(self.rng)
         switches = None if self.switches is None else backends.swap(self.switches)
-        grad = grad_enabled()
-        if grad is not self.grad:
-            set_grad_enabled(self.grad)
+        if not self.grad:
+            set_grad_enabled(False)
         try:
             if self.kwargs:
                 kwargs = {key: _given(arg, made) for key, arg in self.kwargs.items()}
@@ -157,8 +156,8 @@ class Call:
             else:
                 out = self.func(*args)
         finally:
-            if grad is not self.grad:
-                set_grad_enabled(grad)
+            if not self.grad:
+                set_grad_enabled(True)
             if switches is not None:
                 backends.swap(switches)
             if rng is not None:
@@ -221,10 +220,26 @@ def make(wanted: Value, made: list[Value], for_good: bool, dtype: torch.dtype) -
     """Have a value made, by the calls it depends on and no others; the number of them."""
     calls = _needed(wanted)
     count = len(calls)
-    with _as_recorded(dtype):
-        while calls:  # one by one: what only led to something that was made goes at once
-            calls.pop().run(made, for_good)
+    grad = grad_enabled()
+    with below_autograd() if _is_usual(dtype) else _as_recorded(dtype):
+        set_grad_enabled(True)
+        try:
+            while calls:  # one by one: what only led to something that was made goes at once
+                calls.pop().run(made, for_good)
+        finally:
+            set_grad_enabled(grad)
     return count
+
+
+def _is_usual(dtype: torch.dtype) -> bool:
+    """Whether autograd is all there is to leave, as in most backwards."""
+    return not (
+        any_autocast()
+        or func_transform() is not None
+        or torch.is_inference_mode_enabled()
+        or old_vmap_level()
+        or torch.get_default_dtype() is not dtype
+    )
 
 
 def _needed(wanted: Value) -> list[Call]:
