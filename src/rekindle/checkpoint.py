@@ -20,6 +20,7 @@ from rekindle.replay.options import (
     options_of,
 )
 from rekindle.replay.reentrant import CheckpointFunction
+from rekindle.selective import where
 from rekindle.selective.contexts import policy_in
 from rekindle.selective.region import Region
 
@@ -115,6 +116,9 @@ def region_of(
         return Frame(function, args, kwargs, options, contexts)
     return Region(policies.of(policy), function, options.determinism_check == "values")
 
+
+where.forwards.add(checkpoint.__code__)
+where.replays.add(Frame._run_again.__code__)
 
 _LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 

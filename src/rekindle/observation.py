@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -185,6 +185,21 @@ def region_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
+Footprint: TypeAlias = tuple[StorageWeakRef | None, int]
+"""The storage of an activation, if it has one, and its size."""
+
+
+def footprint_of(tensor: Tensor) -> Footprint | None:
+    """What an activation takes; None for a parameter, which is none."""
+    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        return None
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse, or a subclass without a storage
+        return None, tensor.numel() * tensor.element_size()
+    return StorageWeakRef(storage), storage.nbytes()
+
+
 class Watch:
     """Reports one region to the observations that were open when it ran."""
 
@@ -215,18 +230,17 @@ class Watch:
 
     def _count(self, tensor: Tensor, fate: str | None) -> None:
         """Count a storage once, whatever views of it are saved; parameters are no activations."""
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
-            return
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse, or a subclass without a storage
-            size = tensor.numel() * tensor.element_size()
-        else:
-            reference = StorageWeakRef(storage)
-            if reference.cdata in self._known:
+        footprint = footprint_of(tensor)
+        if footprint is not None:
+            self.count(footprint, fate)
+
+    def count(self, footprint: "Footprint", fate: str | None) -> None:
+        """Count what was measured before, unless it was counted."""
+        storage, size = footprint
+        if storage is not None:
+            if storage.cdata in self._known:
                 return
-            self._known[reference.cdata] = reference
-            size = storage.nbytes()
+            self._known[storage.cdata] = storage
         for counts in self._counts if fate else ():
             setattr(counts, f"activations_{fate}", getattr(counts, f"activations_{fate}") + 1)
             setattr(counts, f"bytes_{fate}", getattr(counts, f"bytes_{fate}") + size)

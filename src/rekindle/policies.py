@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from rekindle.errors import RekindleError
 from rekindle.selective.contexts import contexts_of
 from rekindle.selective.fates import FOR_TORCH, Fate, fate_named, fate_of
-from rekindle.selective.ops import Op, cheap, matches, op_of, show
+from rekindle.selective.ops import Op, cheap, code_of, is_op, matches, name_of, op_of, show
 from rekindle.selective.where import SelectiveCheckpointContext, runs_one_of
 
 __all__ = [
@@ -48,7 +49,7 @@ __all__ = [
 
 
 class Policy:
-    """Gives the results of ops their fates. Join policies with `|`, the first to speak decides."""
+    """Gives the results of ops their fates. Join policies with `|`: the first to speak decides."""
 
     @property
     def by_op_alone(self) -> bool:
@@ -59,11 +60,11 @@ class Policy:
         """The fate of what an op made; None for no opinion."""
         raise NotImplementedError
 
-    def fate_of_name(self, name: str) -> Fate | None:  # noqa: ARG002
+    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:  # noqa: ARG002
         """The fate of a tensor that was given a name; None for no opinion."""
         return None
 
-    def keeps_inputs(self, op: Any) -> bool:  # noqa: ARG002
+    def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:  # noqa: ARG002
         """Whether what an op is given is kept rather than what that was made from."""
         return False
 
@@ -78,6 +79,8 @@ class Policy:
         """As a `context_fn` with nothing given; as a policy function with a context and an op."""
         if not args and not kwargs:
             return contexts_of(self)
+        if len(args) < 2:
+            raise TypeError("A policy is called with a context, an op and the op's arguments")
         ctx, op, *rest = args
         if not isinstance(ctx, SelectiveCheckpointContext):
             ctx = SelectiveCheckpointContext(
@@ -111,12 +114,12 @@ class _FirstToSpeak(Policy):
                 return fate
         return None
 
-    def fate_of_name(self, name: str) -> Fate | None:
-        fates = (policy.fate_of_name(name) for policy in self.policies)
+    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:
+        fates = (policy.fate_of_name(name, ctx) for policy in self.policies)
         return next((fate for fate in fates if fate is not None), None)
 
-    def keeps_inputs(self, op: Any) -> bool:
-        return any(policy.keeps_inputs(op) for policy in self.policies)
+    def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:
+        return any(policy.keeps_inputs(ctx) for policy in self.policies)
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.policies))
@@ -128,11 +131,14 @@ class _Ops(Policy):
 
     then: Fate
     ops: frozenset[Op] | None
-    _codes: dict[CodeType, Any] = field(init=False, repr=False, compare=False)
+    _codes: dict[CodeType, set[Any]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        functions: list[Any] = [op for op in self.ops or () if isinstance(op, type)]
-        object.__setattr__(self, "_codes", {f.forward.__code__: f for f in functions})
+        codes: dict[CodeType, set[Any]] = {}
+        for op in self.ops or ():
+            if isinstance(op, type):
+                codes.setdefault(code_of(op), set()).add(op)
+        object.__setattr__(self, "_codes", codes)
 
     @property
     def by_op_alone(self) -> bool:
@@ -141,7 +147,7 @@ class _Ops(Policy):
     def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
         if self.ops is None or matches(ctx.op, self.ops):
             return self.then
-        if self._codes and runs_one_of(self._codes) is not None:
+        if self._codes and runs_one_of(self._codes):
             return self.then
         return None
 
@@ -155,7 +161,7 @@ class _Ops(Policy):
 
 def _portable(ops: frozenset[Op]) -> list[Any]:
     """Ops as what can be pickled: names, and classes."""
-    return [op if isinstance(op, type) else show(op) for op in ops]
+    return [name_of(op) for op in ops]
 
 
 def _ops_again(fate: Fate, ops: list[Any] | None) -> Policy:
@@ -170,7 +176,7 @@ def keep(*ops: Any) -> Policy:
     all that its forward does. Collections of them can be given too.
 
     >>> keep("aten::mm") | offload(torch.ops.aten.addmm)
-    keep(aten::mm) | offload(aten::addmm)
+    keep('aten::mm') | offload('aten::addmm')
     """
     return _some(Fate.KEEP, ops)
 
@@ -230,8 +236,8 @@ class _Inputs(Policy):
     def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:  # noqa: ARG002
         return None
 
-    def keeps_inputs(self, op: Any) -> bool:
-        return matches(op, self.ops)
+    def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:
+        return matches(ctx.op, self.ops)
 
     def __reduce__(self) -> Any:
         return keep_inputs, tuple(_portable(self.ops))
@@ -247,7 +253,7 @@ def keep_inputs(*ops: Any) -> Policy:
     their place, they need not be rotated again.
 
     >>> keep_inputs("aten::_scaled_dot_product_flash_attention")
-    keep_inputs(aten::_scaled_dot_product_flash_attention)
+    keep_inputs('aten::_scaled_dot_product_flash_attention')
     """
     return _Inputs(_ops(ops))
 
@@ -261,6 +267,13 @@ class _At(Policy):
 
     def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
         return self.then.fate(ctx) if is_at(ctx.module_path, self.pattern) else None
+
+    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:
+        fate = self.then.fate_of_name(name, ctx)
+        return fate if fate is not None and is_at(ctx.module_path, self.pattern) else None
+
+    def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:
+        return self.then.keeps_inputs(ctx) and is_at(ctx.module_path, self.pattern)
 
     def __repr__(self) -> str:
         return f"at({self.pattern!r}, {self.then!r})"
@@ -302,9 +315,9 @@ class _Named(Policy):
     wanted: tuple[str, ...]
 
     def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
-        return self.then if any(self.fate_of_name(name) for name in ctx.names) else None
+        return self.then if any(self.fate_of_name(name, ctx) for name in ctx.names) else None
 
-    def fate_of_name(self, name: str) -> Fate | None:
+    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:  # noqa: ARG002
         return self.then if any(fnmatchcase(name, wanted) for wanted in self.wanted) else None
 
     def __repr__(self) -> str:
@@ -332,13 +345,20 @@ class _Counted(Policy):
 
     def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
         fate = self.then.fate(ctx)
-        if fate is None:
-            return None
-        count = ctx.state.get(self, 0)
-        ctx.state[self] = count + 1
-        if self.limit is not None:
-            return fate if count < self.limit else None
-        return fate if count % (self.step or 1) == 0 else None
+        return fate if fate is not None and self._is_one(ctx) else None
+
+    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:
+        fate = self.then.fate_of_name(name, ctx)
+        return fate if fate is not None and self._is_one(ctx) else None
+
+    def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:
+        return self.then.keeps_inputs(ctx) and self._is_one(ctx)
+
+    def _is_one(self, ctx: SelectiveCheckpointContext) -> bool:
+        """Count, and say whether this one counts; equal policies in two places count apart."""
+        count: int = ctx.state.get(id(self), 0)
+        ctx.state[id(self)] = count + 1
+        return count < self.limit if self.limit is not None else count % (self.step or 1) == 0
 
     def __repr__(self) -> str:
         if self.limit is not None:
@@ -355,7 +375,7 @@ def every(n: int, policy: Policy) -> Policy:
     """A policy, for every `n`-th op of a region that it speaks of, beginning with the first.
 
     >>> every(2, keep("aten::mm"))
-    every(2, keep(aten::mm))
+    every(2, keep('aten::mm'))
     """
     return _Counted(_count(n), None, of(policy))
 
@@ -373,7 +393,10 @@ class _Function(Policy):
     function: Callable[..., Any]
 
     def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
-        answer = self.function(ctx, ctx.op, *ctx.args, **ctx.kwargs)
+        try:
+            answer = self.function(ctx, ctx.op, *ctx.args, **ctx.kwargs)
+        except TypeError as error:  # which Python would take for one of the operator in `a @ b`
+            raise RekindleError(f"The policy {self!r} failed on {ctx.op}: {error}") from error
         return None if answer is None else fate_of(answer)
 
     def __repr__(self) -> str:
@@ -386,11 +409,11 @@ def of(policy: Any) -> Policy:
         return policy
     if isinstance(policy, list | tuple | set | frozenset):
         return _Ops(Fate.KEEP, frozenset(map(op_of, policy)))
-    if callable(policy):
+    if callable(policy) and not is_op(policy):
         return _Function(policy)
+    given = repr(policy) if is_op(policy) else type(policy).__name__
     raise TypeError(
-        f"A policy is a value of rekindle.policies, a function or a list of ops, "
-        f"but got {type(policy).__name__}"
+        f"A policy is a value of rekindle.policies, a function or a list of ops, but got {given}"
     )
 
 

@@ -1,12 +1,13 @@
 """The state around a region that decides which ops run: taken in forward, entered again in replay.
 
-Autocast of every device type, the default device (`with torch.device(...)`), the default dtype, and
-which attention kernels are allowed (`sdpa_kernel`). Most regions run with nothing of it changed,
-and then taking it is a handful of calls and one tuple.
+Autocast of every device type, the default device (`with torch.device(...)`), the default dtype,
+which attention kernels are allowed (`sdpa_kernel`), and the names of functions that run. Most
+regions run with nothing of it changed, and then taking it is a handful of calls and one tuple.
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import torch
@@ -19,9 +20,12 @@ from rekindle.internals import (
     torch_function_on,
 )
 
+names: ContextVar[tuple[str, ...]] = ContextVar("names", default=())
+"""Of the functions with a name (`rekindle.name`) that run now, the innermost last."""
+
 Ambient: TypeAlias = tuple[Any, ...]
-"""Default dtype, the four kinds of attention, whether `__torch_function__` is on, the order in
-which attention kernels are tried, casts and default device; equal when a region would run alike.
+"""Default dtype, the four kinds of attention, whether `__torch_function__` is on, names, the order
+in which attention kernels are tried, casts and default device; equal when a region would run alike.
 The last three are None when there are none."""
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
@@ -43,6 +47,7 @@ def take() -> Ambient:
         _math(),
         _cudnn(),
         torch_function_on(),
+        names.get(),
         tuple(_priority()) if cuda_in_use() else None,
         _casts() if any_autocast() else None,
         torch.get_default_device() if function_modes() else None,
@@ -68,9 +73,10 @@ def _casts() -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
 @contextmanager
 def entered(then: Ambient) -> Iterator[None]:
     """Run as in `then`, and put back what is now, whatever happens."""
-    dtype, *attention, torch_function, priority, casts, device = then
-    dtype_now, *attention_now, torch_function_now, priority_now, casts_now, device_now = take()
+    dtype, *attention, torch_function, named, priority, casts, device = then
+    (dtype_now, *attention_now, torch_function_now, _, priority_now, casts_now, device_now) = take()
     with ExitStack() as stack:
+        stack.callback(names.reset, names.set(named))
         if dtype_now != dtype:
             torch.set_default_dtype(dtype)
             stack.callback(torch.set_default_dtype, dtype_now)

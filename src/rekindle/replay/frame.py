@@ -87,6 +87,8 @@ class Frame:
     """Whether somebody wants to see what is saved."""
     away: "WeakKeyDictionary[Slot, Tensor | _Spoiled] | None" = None
     """Activations to be given away when they are asked for; spoiled ones are among them."""
+    path: "tuple[str, ref[Any]] | None" = None
+    """Path and module around the forward, if anybody wanted to know."""
     _entered: ExitStack | None = None
 
     def __init__(

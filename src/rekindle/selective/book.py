@@ -15,7 +15,7 @@ from rekindle.internals import storage_key
 from rekindle.selective.record import Held, Hooks, Value, nbytes_of
 
 _SMALL = 1 << 18
-_MANY = 64
+_MANY = 16
 
 
 class Book:
@@ -112,6 +112,12 @@ class Book:
             else:
                 self._later.append((tensor, ref(value), maker, hooks))
 
+    def is_to_be_held(self, value: Value) -> bool:
+        """Whether a value's fate is decided, though it is not held yet."""
+        return any(value is fresh for _, fresh, _, _ in self.fresh) or any(
+            value is weak() for _, weak, _, _ in self._later
+        )
+
     def held_values(self) -> list["ref[Value]"]:
         """Everything that was held, whether or not anything needs it."""
         return [value for values in self._held.values() for value, _ in values]
@@ -123,6 +129,12 @@ class Book:
         self.just_saved.clear()
         self._known.clear()
         self._held.clear()
+        value: Value | None = None
+        for _, weak, _, _ in later:
+            value = weak()
+            if value is not None:
+                value.maker = None  # else one that is not needed would have others held
+        del value
         while later and not failed:
             tensor, weak, maker, hooks = later.pop(0)
             value = weak()
@@ -149,7 +161,7 @@ class Book:
                 if value is None or value.held is None or value in self.just_saved:
                     continue
                 here = value.held.here()
-                if here is not None and not isinstance(here, nn.Parameter):
+                if here is not None:
                     value.hold(Held(_copy(here), value.held.maker, self._hooks))
         return keys
 

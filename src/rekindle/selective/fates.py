@@ -48,8 +48,8 @@ def fate_of(answer: Any) -> Fate:
     fate = _BY_ID.get(id(answer))
     if fate is None and isinstance(answer, str):
         fate = _WORDS.get(answer)
-    if fate is None:
-        raise TypeError(
+    if fate is None:  # no TypeError: inside `a @ b`, Python would take it for one of the operator
+        raise ValueError(
             f"A policy should return a CheckpointPolicy, one of {list(_WORDS)}, or True (keep) or "
             f"False (recompute), but returned {answer!r}"
         )

@@ -2,7 +2,7 @@
 
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rekindle import policies
 from rekindle.selective.contexts import CachedMode, CachingMode, contexts_of
@@ -30,8 +30,9 @@ def create_selective_checkpoint_contexts(
     Args:
         policy_fn_or_list: a value of `rekindle.policies`, a function of a context, an op and its
             arguments that returns the fate of what the op made, or a list of ops to keep.
-        allow_cache_entry_mutation: a result that is kept may be changed in place. Under
-            `rekindle.checkpoint` it always may: what was kept is what the op made.
+        allow_cache_entry_mutation: a result that is kept may be changed in place. In a region under
+            `rekindle.checkpoint` it always may: what was kept is what the op made. After the region
+            it may not.
     """
     return contexts_of(policies.of(policy_fn_or_list), allow_cache_entry_mutation)
 
@@ -58,6 +59,8 @@ def name(what: _Named, name: str) -> _Named:
     if isinstance(what, Tensor):
         name_tensor(what, name)
         return what
+    if isinstance(what, nn.Module):
+        raise TypeError("A module has a path already: policies.at(path, policy) gives it a policy")
     if callable(what):
         return inside(what, name)  # type: ignore[return-value]
     raise TypeError(f"name() takes a tensor or a function, but got {type(what).__name__}")

@@ -1,5 +1,7 @@
 """Records a region's forward, op by op, and asks the policy what becomes of each result."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import local
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -16,7 +18,15 @@ from rekindle.selective.book import Book
 from rekindle.selective.contexts import Counter
 from rekindle.selective.fates import Fate
 from rekindle.selective.kinds import Kind, depends_on_backends, kind_of
-from rekindle.selective.record import Call, Hooks, Value, nbytes_of, source_bytes, tensors_of
+from rekindle.selective.record import (
+    Call,
+    Hooks,
+    Value,
+    is_of_a_parameter,
+    nbytes_of,
+    source_bytes,
+    tensors_of,
+)
 from rekindle.selective.tiers import hooks_of, pause
 
 if TYPE_CHECKING:
@@ -29,11 +39,24 @@ _RECOMPUTE = Fate.RECOMPUTE
 class _Running(local):
     """The regions that are recorded on this thread, the innermost last."""
 
+    is_blind = False
+    """Whether what runs now is the engine's doing, and no region's."""
+
     def __init__(self) -> None:
         self.modes: list[RecordMode] = []
 
 
 _running = _Running()
+
+
+@contextmanager
+def _blind() -> Iterator[None]:
+    """What runs inside is the engine's doing."""
+    was, _running.is_blind = _running.is_blind, True
+    try:
+        yield
+    finally:
+        _running.is_blind = was
 
 
 def is_recording() -> bool:
@@ -59,8 +82,6 @@ class RecordMode(TorchDispatchMode):
         self.book = Book(hooks)
         self._ops = _remembered(policy)
         self._counter = Counter()
-        self._is_blind = False
-        """Whether what runs now is not the region's."""
         self._fake = fake_mode(FAKE)
         self._tiers: set[Fate] = set()
 
@@ -90,14 +111,11 @@ class RecordMode(TorchDispatchMode):
         book = self.book
         value = book.find(tensor)
         if value is None or (value.held is None and self._shows_what_is_held(value)):
-            self._is_blind = True
-            try:
+            with _blind():
                 if value is None:
                     value = book.value_of(tensor)
                 else:
                     book.hold(tensor, value, None)  # which costs no memory
-            finally:
-                self._is_blind = False
         book.just_saved.add(value)
         return value
 
@@ -110,26 +128,22 @@ class RecordMode(TorchDispatchMode):
             value = value.maker.inputs[0]
         return value.held is not None and value.held.can_be_shown
 
-    def settle(self) -> None:
-        """What the last op made is held from now on, if it is to be."""
-        self._is_blind = True
-        try:
-            self.book.settle()
-        finally:
-            self._is_blind = False
-
     def name(self, tensor: Tensor, name: str) -> None:
         """A tensor gets a name: perhaps the policy wants it held for that."""
-        fate = self._policy.fate_of_name(name)
         value = self.book.find(tensor)
-        if fate is None or fate is _RECOMPUTE or value is None or value.held is not None:
+        if value is None or value.held is not None or self.book.is_to_be_held(value):
+            return
+        ctx = self._counter.context(None, tensor, (), {}, is_recompute=False)
+        fate = self._policy.fate_of_name(name, ctx)
+        if fate is None or fate is _RECOMPUTE:
             return
         self.book.hold_soon(tensor, value, name, self._hooks_of(fate))
 
     def close(self, failed: bool) -> None:
         """The forward is over."""
         try:
-            self.book.close(failed)
+            with _blind():
+                self.book.close(failed)
         finally:
             pause(self._tiers, failed)
 
@@ -147,40 +161,59 @@ class RecordMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._is_blind or fake_mode(FAKE) is not self._fake:  # the latter: somebody traces
+        if _running.is_blind or fake_mode(FAKE) is not self._fake:  # the latter: somebody traces
             return func(*args, **(kwargs or {}))
-        book = self.book
-        if book.fresh:
-            book.settle()
+        if self.book.fresh:
+            _running.is_blind = True
+            try:
+                self.book.settle()
+            finally:
+                _running.is_blind = False
         op = self._ops.get(id(func))
         if op is None:
-            op = self._ops[id(func)] = _Op(func, self._policy)
+            op = self._ops[id(func)] = _Op(func)
         kind = op.kind
         rng = None
-        if kind is _PURE or kind is _VIEW or (kind is _FILLED and grad_enabled()):
+        if kind is _PURE or kind is _VIEW or (kind is _FILLED and _is_followed(args)):
             out = func(*args, **kwargs) if kwargs else func(*args)
         elif kind is Kind.RANDOM and not (kwargs and kwargs.get("generator") is not None):
             rng = random_state.take(())
             out = func(*args, **(kwargs or {}))
         else:
             return self._run_loose(func, kind, args, kwargs or {})
+        running = _running
+        running.is_blind = True  # not `with _blind()`: this is the hot path
+        try:
+            self._record(op, out, args, kwargs or {}, rng)
+        finally:
+            running.is_blind = False
+        return out
+
+    def _record(
+        self, op: "_Op", out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rng: Any
+    ) -> None:
+        """Note an op that can be run again, and what it made."""
+        book = self.book
         if book.just_saved:
             book.just_saved.clear()
         inputs: list[Value] = []
         noted = book.noted(args, inputs)
-        call = Call(func, noted, kwargs and book.noted_kwargs(kwargs, inputs), inputs)
+        call = Call(op.func, noted, kwargs and book.noted_kwargs(kwargs, inputs), inputs)
         call.rng = rng
-        if op.is_special:
-            self._treat(op, call, args)
-        fate = op.fate or self._fate(func, out, args, kwargs or {})
+        if op.needs_switches:
+            call.switches = backends.take()
+        fate = op.fate
+        if fate is None or op.keeps_inputs:
+            fate = self._ask(op, out, args, kwargs)
+        if op.kind is _VIEW and fate is not _RECOMPUTE and is_of_a_parameter(call):
+            fate = _RECOMPUTE  # whose memory may be exchanged
         for tensor in (out,) if isinstance(out, Tensor) else tensors_of(out):
             value = Value(call)
             call.outs.append(ref(value))
             if fate is not _RECOMPUTE or tensor.is_nested:  # which has other ids if made again
-                book.hold_soon(tensor, value, func, self._hooks_of(fate))
+                book.hold_soon(tensor, value, op.func, self._hooks_of(fate))
             else:
                 book.enter(tensor, value)
-        return out
 
     def _run_loose(
         self, func: Any, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -192,60 +225,54 @@ class RecordMode(TorchDispatchMode):
             changed = _changed(func, args, kwargs)
         elif kind is Kind.OPAQUE:
             changed = [x for x in tensors_of([*args, *kwargs.values()]) if not x.requires_grad]
-        keys = book.will_change(changed)
+        with _blind():
+            keys = book.will_change(changed)
         book.just_saved.clear()
         out = func(*args, **kwargs)
-        if changed:
-            book.has_changed(changed, keys)
-        if kind is not Kind.CHANGES:
-            for tensor in tensors_of(out):
-                book.hold(tensor, Value(None), func)
+        with _blind():
+            if changed:
+                book.has_changed(changed, keys)
+            if kind is not Kind.CHANGES:
+                for tensor in tensors_of(out):
+                    book.hold(tensor, Value(None), func)
         return out
 
-    def _treat(self, op: "_Op", call: Call, args: tuple[Any, ...]) -> None:
-        """What most ops do not ask for."""
-        if op.needs_switches:
-            call.switches = backends.take()
-        if not op.keeps_inputs:
-            return
+    def _ask(self, op: "_Op", out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fate:
+        """Ask the policy what becomes of an op's result, and of what it was given."""
+        if op.is_ignored:
+            return _RECOMPUTE
+        policy = self._policy
+        ctx = self._counter.context(op.func, out, args, kwargs, is_recompute=False)
+        fate = policy.fate(ctx) or _RECOMPUTE
+        keeps_inputs = policy.keeps_inputs(ctx)
+        if keeps_inputs:
+            self._keep_inputs(args)
+        if policy.by_op_alone:
+            op.fate, op.keeps_inputs = fate, keeps_inputs
+        return fate
+
+    def _keep_inputs(self, args: tuple[Any, ...]) -> None:
+        """Keep what an op was given rather than what that was made from, where it is as large."""
         for tensor in tensors_of(args):
             value = self.book.value_of(tensor)
             if value.held is None and nbytes_of(tensor) <= source_bytes(value):
                 self.book.hold(tensor, value, "an input that is kept")
 
-    def _fate(self, func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fate:
-        """Ask the policy."""
-        if self._ops[id(func)].is_ignored:
-            return _RECOMPUTE
-        ctx = self._counter.context(func, out, args, kwargs, is_recompute=False)
-        fate = self._policy.fate(ctx) or _RECOMPUTE
-        if self._policy.by_op_alone:
-            self._ops[id(func)].fate = fate
-        return fate
-
 
 class _Op:
     """How an op is treated under a policy."""
 
-    __slots__ = (
-        "fate",
-        "func",
-        "is_ignored",
-        "is_special",
-        "keeps_inputs",
-        "kind",
-        "needs_switches",
-    )
+    __slots__ = ("fate", "func", "is_ignored", "keeps_inputs", "kind", "needs_switches")
 
-    def __init__(self, func: Any, policy: "Policy") -> None:
+    def __init__(self, func: Any) -> None:
         self.func = func  # so that its id, by which this is found, stays its own
         self.kind = kind_of(func)
         self.is_ignored = func in SAC_IGNORED_OPS
         self.fate: Fate | None = None
         """What the policy said of it, if it says the same every time."""
-        self.keeps_inputs = policy.keeps_inputs(func)
+        self.keeps_inputs = False
+        """Whether it said, too, that what the op is given is to be kept."""
         self.needs_switches = depends_on_backends(func)
-        self.is_special = self.keeps_inputs or self.needs_switches
 
 
 _ops_of: dict[Any, dict[int, _Op]] = {}
@@ -254,6 +281,11 @@ _ops_of: dict[Any, dict[int, _Op]] = {}
 
 def _remembered(policy: "Policy") -> dict[int, _Op]:
     return _ops_of.setdefault(policy, {}) if policy.by_op_alone else {}
+
+
+def _is_followed(args: tuple[Any, ...]) -> bool:
+    """Whether autograd follows an op: what it makes is not written to behind its back then."""
+    return grad_enabled() and isinstance(args[0], Tensor) and args[0].requires_grad
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

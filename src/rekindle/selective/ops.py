@@ -1,6 +1,8 @@
 """Which op is meant: by an overload, by all its overloads at once, by its name, or as a class."""
 
+import inspect
 from functools import cache
+from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
@@ -9,12 +11,17 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 Op: TypeAlias = OpOverload | OpOverloadPacket | HigherOrderOperator | type
 
 
+def is_op(given: Any) -> bool:
+    """Whether it is an op, and not the name of one."""
+    if isinstance(given, type):
+        return issubclass(given, torch.autograd.Function)
+    return isinstance(given, OpOverload | OpOverloadPacket | HigherOrderOperator)
+
+
 def op_of(given: Any) -> Op:
     """The op that a user means; an error that says how to name one otherwise."""
-    if isinstance(given, OpOverload | OpOverloadPacket | HigherOrderOperator):
-        return given
-    if isinstance(given, type) and issubclass(given, torch.autograd.Function):
-        return given
+    if is_op(given):
+        return given  # type: ignore[no-any-return]
     if isinstance(given, str):
         return _op_named(given)
     name = getattr(given, "__name__", None)
@@ -31,10 +38,13 @@ def _op_named(name: str) -> Op:
     namespace, _, rest = name.replace("::", ".", 1).partition(".")
     packet, _, overload = rest.partition(".")
     try:
-        op = getattr(getattr(torch.ops, namespace), packet)
-        found: Op = getattr(op, overload) if overload else op
+        found = getattr(getattr(torch.ops, namespace), packet)
+        if overload:
+            found = getattr(found, overload)
     except (AttributeError, RuntimeError):
-        raise ValueError(f"There is no op {name!r}: names are like 'aten::mm'") from None
+        found = None
+    if not isinstance(found, OpOverload | OpOverloadPacket | HigherOrderOperator):
+        raise ValueError(f"There is no op {name!r}: names are like 'aten::mm'")
     return found
 
 
@@ -43,13 +53,27 @@ def matches(op: Any, ops: "frozenset[Op]") -> bool:
     return op in ops or getattr(op, "overloadpacket", None) in ops
 
 
-def show(op: Op) -> str:
-    """An op's name."""
+def name_of(op: Op) -> Any:
+    """An op by its name, as `op_of` takes it; an `autograd.Function` as it is."""
     if isinstance(op, OpOverload):
-        return str(op.name())
+        return f"{op._schema.name}.{op._overloadname}"
     if isinstance(op, OpOverloadPacket):
         return str(op._qualified_op_name)
-    return op.__name__ if isinstance(op, type) else f"higher_order::{op.name()}"
+    return op if isinstance(op, type) else f"higher_order::{op.name()}"
+
+
+def show(op: Op) -> str:
+    """An op as code."""
+    name = name_of(op)
+    return name.__name__ if isinstance(name, type) else repr(name)
+
+
+def code_of(function: Any) -> CodeType:
+    """The code that runs when an `autograd.Function` does."""
+    code = getattr(inspect.unwrap(function.forward), "__code__", None)
+    if code is None:
+        raise TypeError(f"{function.__name__}.forward is no plain function: its ops are not told")
+    return code  # type: ignore[no-any-return]
 
 
 _CHEAP = (

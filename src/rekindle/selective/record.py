@@ -32,6 +32,7 @@ from rekindle.internals import (
     version_of,
     with_versions,
 )
+from rekindle.offload.activation import Kept
 from rekindle.replay import rng as random_state
 from rekindle.selective import backends
 
@@ -72,6 +73,8 @@ class Held:
 
     def here(self) -> Tensor | None:
         """The tensor, unless somebody's hooks hold it."""
+        if isinstance(self._packed, Kept):  # the offload engine does, where it is
+            return self._packed.tensor
         return None if self.is_elsewhere else self._packed
 
     def get(self) -> Tensor:
@@ -121,10 +124,13 @@ class Value:
         return self.now
 
 
+_default_dtype = torch.get_default_dtype
+
+
 class Call:
     """One op of a recorded region, to be run again on the same values."""
 
-    __slots__ = ("args", "func", "grad", "inputs", "kwargs", "outs", "rng", "switches")
+    __slots__ = ("args", "dtype", "func", "grad", "inputs", "kwargs", "outs", "rng", "switches")
 
     def __init__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Value]
@@ -133,6 +139,7 @@ class Call:
         self.args = args
         self.kwargs = kwargs
         self.inputs = inputs
+        self.dtype = _default_dtype()
         self.grad = grad_enabled()
         self.rng: random_state.RngState | None = None
         self.switches: backends.Switches | None = None
@@ -147,6 +154,9 @@ class Call:
         args = [_given(arg, made) for arg in self.args]
         rng = None if self.rng is None else random_state.swap(self.rng)
         switches = None if self.switches is None else backends.swap(self.switches)
+        dtype = _default_dtype()
+        if dtype is not self.dtype:
+            torch.set_default_dtype(self.dtype)
         if not self.grad:
             set_grad_enabled(False)
         try:
@@ -158,6 +168,8 @@ class Call:
         finally:
             if not self.grad:
                 set_grad_enabled(True)
+            if dtype is not self.dtype:
+                torch.set_default_dtype(dtype)
             if switches is not None:
                 backends.swap(switches)
             if rng is not None:
@@ -194,6 +206,16 @@ def tensors_of(out: Any) -> list[Tensor]:
     return []
 
 
+def is_of_a_parameter(call: Call) -> bool:
+    """Whether a view shows a parameter."""
+    while call.inputs:
+        value = call.inputs[0]
+        if value.maker is None:
+            return value.held is not None and isinstance(value.held.here(), nn.Parameter)
+        call = value.maker
+    return False
+
+
 def nbytes_of(tensor: Tensor) -> int:
     """The size of a tensor's content; of a view, what it shows."""
     return tensor.numel() * tensor.element_size()
@@ -216,12 +238,12 @@ def source_bytes(value: Value) -> int:
     return sum(found.values())
 
 
-def make(wanted: Value, made: list[Value], for_good: bool, dtype: torch.dtype) -> int:
+def make(wanted: Value, made: list[Value], for_good: bool) -> int:
     """Have a value made, by the calls it depends on and no others; the number of them."""
     calls = _needed(wanted)
     count = len(calls)
     grad = grad_enabled()
-    with below_autograd() if _is_usual(dtype) else _as_recorded(dtype):
+    with below_autograd() if _is_usual() else _as_recorded():
         set_grad_enabled(True)
         try:
             while calls:  # one by one: what only led to something that was made goes at once
@@ -231,14 +253,13 @@ def make(wanted: Value, made: list[Value], for_good: bool, dtype: torch.dtype) -
     return count
 
 
-def _is_usual(dtype: torch.dtype) -> bool:
+def _is_usual() -> bool:
     """Whether autograd is all there is to leave, as in most backwards."""
     return not (
         any_autocast()
         or func_transform() is not None
         or torch.is_inference_mode_enabled()
         or old_vmap_level()
-        or torch.get_default_dtype() is not dtype
     )
 
 
@@ -266,7 +287,7 @@ def _needed(wanted: Value) -> list[Call]:
     return list(order)[::-1]
 
 
-def _as_recorded(dtype: torch.dtype) -> ExitStack:
+def _as_recorded() -> ExitStack:
     """Where ops are run as they were recorded: after autocast, autograd and transforms."""
     with ExitStack() as stack:
         stack.enter_context(below_autograd())
@@ -281,9 +302,5 @@ def _as_recorded(dtype: torch.dtype) -> ExitStack:
         level = old_vmap_level()
         if level:
             stack.enter_context(outside_old_vmap(level))
-        now = torch.get_default_dtype()
-        if now is not dtype:
-            torch.set_default_dtype(dtype)
-            stack.callback(torch.set_default_dtype, now)
         return stack.pop_all()
     raise AssertionError("no context of ours swallows an error")

@@ -33,6 +33,7 @@ class Region:
     """Entered around a region's forward; alive as long as autograd holds something of it."""
 
     has_one_output = False
+    path: "tuple[str, ref[Any]] | None" = None
 
     def __init__(
         self, policy: "Policy", function: Callable[..., Any], checks_values: bool = False
@@ -42,7 +43,7 @@ class Region:
         self._lock = RLock()
         self._made: list[ref[Value]] = []
         self._task = -1
-        self._dtype = torch.get_default_dtype()
+        self._saved: list[tuple[ref[Value], observation.Footprint]] = []
         self._watch: observation.Watch | None = None
         if observation.active and not recomputing.get():
             self._watch = observation.Watch(function)
@@ -71,20 +72,25 @@ class Region:
                 tensor = value.held.here()
                 if tensor is not None:
                     self._watch.held(tensor)
+        for weak, footprint in self._saved:
+            value = weak()
+            if value is not None and value.held is None:
+                self._watch.count(footprint, "dropped")
+        self._saved = []
 
     def _pack(self, x: Tensor) -> "_Slot":
         mode = self._mode
         value = mode.saved(x)
         if self._watch is None and not self._checks_values:
             return _Slot(self, value)
-        mode.settle()
         slot = _Slot(self, value)
-        if value.held is None:
-            if self._watch is not None:
-                self._watch.saved(x)
-            if self._checks_values:
-                with without_modes():
-                    slot.before = fingerprint.take(x)
+        if self._watch is not None:
+            footprint = observation.footprint_of(x)
+            if footprint is not None:
+                self._saved.append((ref(value), footprint))
+        if self._checks_values and value.held is None:
+            with without_modes():
+                slot.before = fingerprint.take(x)
         return slot
 
     def get(self, value: Value) -> Tensor:
@@ -113,7 +119,7 @@ class Region:
     def _make(self, value: Value, made: list[Value]) -> Tensor:
         task = graph_task_id()
         for_good = task != -1 and not keep_graph() and runs_whole_graph()
-        ops = make(value, made, for_good, self._dtype)
+        ops = make(value, made, for_good)
         if observation.active and self._watch is not None:
             self._watch.replayed(ops, again=task == self._replayed_in)
         self._replayed_in = task

@@ -7,20 +7,19 @@ Python's stack, and so is the `forward` of an `autograd.Function`: nothing has t
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from contextlib import suppress
 from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from rekindle.compiled.handover import TorchSelectiveContext
+from rekindle.replay.ambient import names
 
 _CALL = nn.Module._call_impl.__code__
-_names: ContextVar[tuple[str, ...]] = ContextVar("names", default=())
-"""Of the functions with a name that run now, the innermost last."""
 
 
 class SelectiveCheckpointContext(TorchSelectiveContext):
@@ -60,7 +59,7 @@ class SelectiveCheckpointContext(TorchSelectiveContext):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the functions that run, given by `rekindle.name`, the innermost last."""
-        return _names.get()
+        return names.get()
 
     @property
     def nbytes(self) -> int:
@@ -95,22 +94,67 @@ _paths: "WeakKeyDictionary[nn.Module, dict[int, str]]" = WeakKeyDictionary()
 
 
 def _path_in(parent: nn.Module, child: nn.Module) -> str:
-    paths = _paths.get(parent)
-    if paths is None or id(child) not in paths:
-        paths = _paths[parent] = {id(module): path for path, module in parent.named_modules()}
+    path = _paths.get(parent, {}).get(id(child))
+    if path is not None:
+        with suppress(AttributeError):
+            if parent.get_submodule(path) is child:
+                return path
+    paths = _paths[parent] = {id(module): path for path, module in parent.named_modules()}
     return paths.get(id(child), type(child).__name__)
 
 
 def module_path() -> str:
-    """The path of the module that is being called now, from the outermost that is."""
-    modules = [frame.f_locals["self"] for frame in _stack() if frame.f_code is _CALL]
+    """The path of the module that is being called now, from the outermost that is.
+
+    A replay calls a region from elsewhere than the forward did. So in forward the path down to each
+    region around is left with it, and in replay the path goes on from there.
+    """
+    modules: list[nn.Module] = []
+    above = ""
+    regions: list[tuple[Any, int]] = []
+    for frame in _stack():
+        code = frame.f_code
+        if code is _CALL:
+            modules.append(frame.f_locals["self"])
+        elif code in replays:
+            above, parent = frame.f_locals["self"].path or ("", None)
+            if parent is not None:
+                modules.append(parent())
+            break
+        elif code in forwards:
+            regions.append((frame.f_locals.get("region"), len(modules)))
+    for region, depth in regions:
+        if region is not None and depth < len(modules):
+            region.path = _joined(above, modules[depth:]), ref(modules[depth])
+    return _joined(above, modules)
+
+
+def _joined(above: str, modules: list[nn.Module]) -> str:
+    """The path through modules, the innermost first, of which the outermost is at `above`."""
     parts = [_path_in(parent, child) for child, parent in pairwise(modules)]
-    return ".".join(part for part in reversed(parts) if part)
+    return ".".join(part for part in (above, *reversed(parts)) if part)
 
 
-def runs_one_of(codes: dict[CodeType, Any]) -> Any:
-    """What stands for the innermost function that runs and is among these, or None."""
-    return next((codes[frame.f_code] for frame in _stack() if frame.f_code in codes), None)
+forwards: set[CodeType] = set()
+"""Functions that run a region's forward, with the region as a local of that name."""
+replays: set[CodeType] = set()
+"""Methods of a region that replay it."""
+
+
+def runs_one_of(functions: dict[CodeType, set[Any]]) -> bool:
+    """Whether the forward of one of some `autograd.Function`s is running; by the code of each.
+
+    Several may share their code: then its first argument, the context, tells whose it is.
+    """
+    for frame in _stack():
+        classes = functions.get(frame.f_code)
+        if classes is not None:
+            names = frame.f_code.co_varnames
+            context = frame.f_locals.get(names[0]) if names else None
+            owner = getattr(type(context), "_forward_cls", None)
+            if owner is None or any(issubclass(owner, cls) for cls in classes):
+                return True
+    return False
 
 
 def inside(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -118,10 +162,10 @@ def inside(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
-        token = _names.set((*_names.get(), name))
+        token = names.set((*names.get(), name))
         try:
             return function(*args, **kwargs)
         finally:
-            _names.reset(token)
+            names.reset(token)
 
     return named
