@@ -40,6 +40,11 @@ def depends_on_backends(func: Any) -> bool:
     return getattr(func, "_opname", "") in _PRODUCTS
 
 
+def depends_on_grad_mode(func: Any) -> bool:
+    """Whether an op may do something else where gradients are off."""
+    return getattr(func, "namespace", "") not in _OWN or "rnn" in func.name()
+
+
 def kind_of(func: Any) -> Kind:
     """The kind of an op."""
     if not hasattr(func, "_schema"):

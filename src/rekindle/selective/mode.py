@@ -17,7 +17,7 @@ from rekindle.selective import backends
 from rekindle.selective.book import Book
 from rekindle.selective.contexts import Counter
 from rekindle.selective.fates import Fate
-from rekindle.selective.kinds import Kind, depends_on_backends, kind_of
+from rekindle.selective.kinds import Kind, depends_on_backends, depends_on_grad_mode, kind_of
 from rekindle.selective.record import (
     Call,
     Hooks,
@@ -100,6 +100,11 @@ class RecordMode(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         _running.modes.remove(self)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        """What the last op made is held from now on, if it is to be."""
+        with _blind():
+            self.book.settle()
 
     def know(self, tensor: Tensor, value: Value) -> None:
         """A backward inside the region was given this tensor for a value."""
@@ -196,23 +201,29 @@ class RecordMode(TorchDispatchMode):
         book = self.book
         if book.just_saved:
             book.just_saved.clear()
+        fate = op.fate
+        if fate is None or op.keeps_inputs:
+            fate = self._ask(op, out, args, kwargs)
+        tensors = (out,) if isinstance(out, Tensor) else tensors_of(out)
+        if fate is Fate.KEEP and op.kind is not _VIEW:  # how it was made is of no interest
+            for tensor in tensors:
+                book.hold_soon(tensor, Value(None), op.func, self._hooks)
+            return
         inputs: list[Value] = []
         noted = book.noted(args, inputs)
         call = Call(op.func, noted, kwargs and book.noted_kwargs(kwargs, inputs), inputs)
         call.rng = rng
+        call.needs_grad = op.needs_grad
         if op.needs_switches:
             call.switches = backends.take()
-        fate = op.fate
-        if fate is None or op.keeps_inputs:
-            fate = self._ask(op, out, args, kwargs)
         if op.kind is _VIEW and fate is not _RECOMPUTE and is_of_a_parameter(call):
             fate = _RECOMPUTE  # whose memory may be exchanged
-        for tensor in (out,) if isinstance(out, Tensor) else tensors_of(out):
+        for tensor in tensors:
             value = Value(call)
             call.outs.append(ref(value))
-            if fate is not _RECOMPUTE or tensor.is_nested:  # which has other ids if made again
+            if fate is not _RECOMPUTE or (type(tensor) is not Tensor and tensor.is_nested):
                 book.hold_soon(tensor, value, op.func, self._hooks_of(fate))
-            else:
+            else:  # of a nested tensor that is made again, sizes would have other names
                 book.enter(tensor, value)
 
     def _run_loose(
@@ -262,7 +273,9 @@ class RecordMode(TorchDispatchMode):
 class _Op:
     """How an op is treated under a policy."""
 
-    __slots__ = ("fate", "func", "is_ignored", "keeps_inputs", "kind", "needs_switches")
+    __slots__ = (
+        *("fate", "func", "is_ignored", "keeps_inputs", "kind", "needs_grad", "needs_switches"),
+    )
 
     def __init__(self, func: Any) -> None:
         self.func = func  # so that its id, by which this is found, stays its own
@@ -273,6 +286,7 @@ class _Op:
         self.keeps_inputs = False
         """Whether it said, too, that what the op is given is to be kept."""
         self.needs_switches = depends_on_backends(func)
+        self.needs_grad = depends_on_grad_mode(func)
 
 
 _ops_of: dict[Any, dict[int, _Op]] = {}

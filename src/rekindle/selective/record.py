@@ -12,7 +12,7 @@ the results of ops that change a buffer, which must not change it twice.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -130,7 +130,18 @@ _default_dtype = torch.get_default_dtype
 class Call:
     """One op of a recorded region, to be run again on the same values."""
 
-    __slots__ = ("args", "dtype", "func", "grad", "inputs", "kwargs", "outs", "rng", "switches")
+    __slots__ = (
+        "args",
+        "dtype",
+        "func",
+        "grad",
+        "inputs",
+        "kwargs",
+        "needs_grad",
+        "outs",
+        "rng",
+        "switches",
+    )
 
     def __init__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Value]
@@ -143,6 +154,8 @@ class Call:
         self.grad = grad_enabled()
         self.rng: random_state.RngState | None = None
         self.switches: backends.Switches | None = None
+        self.needs_grad = False
+        """Whether it may do something else where gradients are off, as they are in backward."""
         self.outs: list[ref[Value]] = []
 
     def run(self, made: list[Value], for_good: bool) -> None:
@@ -157,8 +170,9 @@ class Call:
         dtype = _default_dtype()
         if dtype is not self.dtype:
             torch.set_default_dtype(self.dtype)
-        if not self.grad:
-            set_grad_enabled(False)
+        grad = grad_enabled()
+        if self.needs_grad and grad is not self.grad:
+            set_grad_enabled(self.grad)
         try:
             if self.kwargs:
                 kwargs = {key: _given(arg, made) for key, arg in self.kwargs.items()}
@@ -166,8 +180,8 @@ class Call:
             else:
                 out = self.func(*args)
         finally:
-            if not self.grad:
-                set_grad_enabled(True)
+            if self.needs_grad and grad is not self.grad:
+                set_grad_enabled(grad)
             if dtype is not self.dtype:
                 torch.set_default_dtype(dtype)
             if switches is not None:
@@ -242,21 +256,18 @@ def make(wanted: Value, made: list[Value], for_good: bool) -> int:
     """Have a value made, by the calls it depends on and no others; the number of them."""
     calls = _needed(wanted)
     count = len(calls)
-    grad = grad_enabled()
-    with below_autograd() if _is_usual() else _as_recorded():
-        set_grad_enabled(True)
-        try:
-            while calls:  # one by one: what only led to something that was made goes at once
-                calls.pop().run(made, for_good)
-        finally:
-            set_grad_enabled(grad)
+    with nullcontext() if _is_usual(calls) else _as_recorded():
+        while calls:  # one by one: what only led to something that was made goes at once
+            calls.pop().run(made, for_good)
     return count
 
 
-def _is_usual() -> bool:
-    """Whether autograd is all there is to leave, as in most backwards."""
+def _is_usual(calls: list[Call]) -> bool:
+    """Whether there is nothing to leave, as in most backwards: there gradients are off."""
     return not (
-        any_autocast()
+        grad_enabled()
+        or any(call.needs_grad for call in calls)
+        or any_autocast()
         or func_transform() is not None
         or torch.is_inference_mode_enabled()
         or old_vmap_level()

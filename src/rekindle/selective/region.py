@@ -98,6 +98,7 @@ class Region:
         if not is_recording():
             return self._get(value)
         # A backward inside a region: what is done for it is not the region's doing.
+        self._mode.settle()
         with without_modes():
             tensor = self._get(value)
         self._mode.know(tensor, value)
@@ -161,6 +162,9 @@ class _Slot:
         """Its content in forward, if it is to be compared."""
 
     def get(self) -> Tensor:
+        held = self._value.held
+        if held is not None and not held.is_elsewhere and not is_recording():
+            return held.get()
         tensor = self._region.get(self._value)
         if self.before is not None:
             self._check(tensor, self.before)
