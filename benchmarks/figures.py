@@ -118,8 +118,7 @@ def pages() -> dict[Path, str]:
         ),
         ROOT / "docs" / "policies.md": "\n\n".join(
             [
-                "`scripts/bench policies`: one block of the decoder's shape `8b`, 8192 tokens in "
-                "bf16, counted on fake tensors:",
+                "`scripts/bench policies`: one block of the decoder's shape `8b`, on fake tensors:",
                 policies(held),
             ]
         ),

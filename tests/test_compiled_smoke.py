@@ -133,6 +133,18 @@ def test_torchs_checkpoint_compiles_under_the_patch() -> None:
         assert_same_step(lambda: block(x), lambda: run(x), [x, *block.parameters()])
 
 
+def test_our_own_checkpoint_compiles_under_the_patch() -> None:
+    block, x = Mlp(), leaf(2, 8)
+
+    @whole
+    def run(x: Tensor) -> Tensor:
+        return rekindle.checkpoint(block, x)
+
+    with rekindle.patch_torch():
+        assert_same_step(lambda: block(x), lambda: run(x), [x, *block.parameters()])
+    assert_same_step(lambda: block(x), lambda: run(x), [x, *block.parameters()])
+
+
 def test_what_was_compiled_before_the_patch_is_right_under_it_and_after() -> None:
     block, x = Mlp(), leaf(2, 8)
 

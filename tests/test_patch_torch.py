@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import io
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed._composable import checkpoint_activation
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_wrappers
+from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
 
 import rekindle
 from rekindle.compat import checkpoint as compat
+from rekindle.compat import checkpoint_wrapper as compat_wrappers
 from tests.toys import Block, Mlp, Stack, assert_same_step, same_bits
 
 torch_module = torch.utils.checkpoint
@@ -29,7 +32,7 @@ REPLACED = sorted(
     for name in torch_module.__all__
     if getattr(torch_module, name) is not getattr(compat, name)
 )
-PATCHED = (torch_module, torch_wrappers, checkpoint_activation)
+PATCHED = (torch_module, torch_wrappers, checkpoint_activation, fsdp)
 
 
 def leaf(*shape: int) -> Tensor:
@@ -88,6 +91,12 @@ def test_inside_the_context_torchs_private_names_are_ours() -> None:
         generator = torch_module._checkpoint_without_reentrant_generator
         assert generator is compat._checkpoint_without_reentrant_generator
         assert torch_module._infer_device_type is compat._infer_device_type
+
+
+def test_inside_the_context_torchs_wrappers_are_ours() -> None:
+    with rekindle.patch_torch():
+        for name in compat_wrappers.__all__:
+            assert getattr(torch_wrappers, name) is getattr(compat_wrappers, name)
 
 
 def test_after_the_context_every_attribute_is_as_before() -> None:
@@ -580,6 +589,92 @@ def test_torchs_wrapper_passes_keyword_arguments_and_options() -> None:
         with rekindle.observe() as seen:
             wrapper(x=leaf(2, 8)).sum().backward()
     assert seen.total.ops_replayed == 5
+
+
+def test_a_wrapper_made_under_the_patch_is_ours_and_stays_so() -> None:
+    with rekindle.patch_torch():
+        model = wrapped(torch_wrappers.CheckpointImpl.NO_REENTRANT)
+    with rekindle.observe() as seen:
+        model(leaf(2, 8)).sum().backward()
+    assert type(model.blocks[0]) is rekindle.CheckpointWrapper
+    assert (seen.total.forwards, seen.total.replays) == (2, 2)
+
+
+def test_torchs_offload_wrapper_is_ours() -> None:
+    """Field note 20: torch's sends parameters too, and waits."""
+    with rekindle.patch_torch():
+        assert type(torch_wrappers.offload_wrapper(Mlp())) is rekindle.OffloadWrapper
+
+
+def test_a_wrapper_made_before_the_patch_is_known_as_one_under_it() -> None:
+    before = wrapped(torch_wrappers.CheckpointImpl.NO_REENTRANT).blocks[0]
+    with rekindle.patch_torch():
+        assert isinstance(before, torch_wrappers.CheckpointWrapper)
+        assert isinstance(before, fsdp.ActivationWrapper)
+
+
+def test_a_wrapper_made_under_the_patch_is_known_as_one_after_it() -> None:
+    with rekindle.patch_torch():
+        wrapper = torch_wrappers.checkpoint_wrapper(Mlp())
+    assert isinstance(wrapper, torch_wrappers.CheckpointWrapper)
+    assert isinstance(wrapper, fsdp.ActivationWrapper)
+
+
+@pytest.mark.parametrize(
+    "wrap", [torch_wrappers.checkpoint_wrapper, torch_wrappers.offload_wrapper]
+)
+def test_a_wrapper_that_torch_saved_is_loaded_as_ours(wrap: Any) -> None:
+    block, file = Block(drop=0.2), io.BytesIO()
+    torch.save(wrap(block), file)
+    file.seek(0)
+    with rekindle.patch_torch():
+        wrapper = torch.load(file, weights_only=False)
+    assert type(wrapper).__module__ == "rekindle.modules.wrappers"
+    assert list(wrapper.state_dict()) == list(block.state_dict())
+    wrapper.load_state_dict(block.state_dict())
+    wrapper._checkpoint_wrapped_module = block
+    x = leaf(2, 8)
+    assert_same_step(lambda: block(x), lambda: wrapper(x), [x, *block.parameters()])
+
+
+def test_a_checkpoint_wrapper_that_torch_saved_is_replayed_by_ours() -> None:
+    file = io.BytesIO()
+    torch.save(torch_wrappers.checkpoint_wrapper(Block()), file)
+    file.seek(0)
+    with rekindle.patch_torch():
+        wrapper = torch.load(file, weights_only=False)
+    with rekindle.observe() as seen:
+        wrapper(leaf(2, 8)).sum().backward()
+    assert (seen.total.forwards, seen.total.replays) == (1, 1)
+
+
+def test_a_module_that_took_the_wrappers_has_ours_inside_and_torchs_after(
+    make_module: Make,
+) -> None:
+    source = """
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+            CheckpointImpl, CheckpointWrapper, apply_activation_checkpointing, checkpoint_wrapper,
+        )
+    """
+    names = "CheckpointWrapper", "apply_activation_checkpointing", "checkpoint_wrapper"
+    before = make_module(source)
+    with rekindle.patch_torch():
+        meanwhile = make_module(source)
+        for name in names:
+            assert getattr(before, name) is getattr(meanwhile, name) is getattr(rekindle, name)
+    for name in names:
+        torchs = getattr(torch_wrappers, name)
+        assert getattr(before, name) is getattr(meanwhile, name) is torchs
+
+
+def test_torchs_wrapper_compiles_under_the_patch() -> None:
+    torch.compiler.reset()
+    block, x = Block(), leaf(2, 8)
+    with rekindle.patch_torch():
+        wrapper = torch_wrappers.checkpoint_wrapper(block)
+        compiled = torch.compile(wrapper, backend="aot_eager", fullgraph=True)
+        assert_same_step(lambda: block(x), lambda: compiled(x), [x, *block.parameters()])
+    torch.compiler.reset()
 
 
 def test_torchs_wrapper_made_before_the_patch_runs_on_ours() -> None:

@@ -4,6 +4,15 @@ from rekindle import policies
 from rekindle.checkpoint import checkpoint, checkpoint_sequential
 from rekindle.compiled.handover import SAC_IGNORED_OPS, CheckpointPolicy, noop_context_fn
 from rekindle.errors import CheckpointError, OffloadError, RekindleError
+from rekindle.modules.wrappers import (
+    ActivationWrapper,
+    CheckpointImpl,
+    CheckpointWrapper,
+    OffloadWrapper,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from rekindle.modules.wrapping import apply_activation_checkpointing
 from rekindle.observation import Counts, Observation, Traffic, observe
 from rekindle.offload.context import Offload, offload
 from rekindle.replay.groups import GraphExecGroup
@@ -26,21 +35,27 @@ from rekindle.compat.patch import patch_torch  # isort: skip
 
 __all__ = [
     "SAC_IGNORED_OPS",
+    "ActivationWrapper",
     "CheckpointError",
     "CheckpointFunction",
+    "CheckpointImpl",
     "CheckpointPolicy",
+    "CheckpointWrapper",
     "Counts",
     "DefaultDeviceType",
     "GraphExecGroup",
     "Observation",
     "Offload",
     "OffloadError",
+    "OffloadWrapper",
     "RekindleError",
     "SelectiveCheckpointContext",
     "Traffic",
+    "apply_activation_checkpointing",
     "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",
+    "checkpoint_wrapper",
     "create_selective_checkpoint_contexts",
     "detach_variable",
     "get_device_states",
@@ -49,6 +64,7 @@ __all__ = [
     "noop_context_fn",
     "observe",
     "offload",
+    "offload_wrapper",
     "patch_torch",
     "policies",
     "set_checkpoint_debug_enabled",

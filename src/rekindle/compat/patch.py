@@ -1,6 +1,6 @@
-"""`patch_torch`: code that calls `torch.utils.checkpoint` runs on rekindle, and nobody edits it.
+"""`patch_torch`: code that calls torch's checkpoint or its wrappers runs on rekindle, unedited.
 
-Names are replaced where they are bound: in torch's module, and in every loaded module that imported
+Names are replaced where they are bound: in torch's modules, and in every loaded one that imported
 one of them. What was replaced is put back on leaving; a module that was imported meanwhile and took
 ours for torch's is given torch's.
 """
@@ -11,18 +11,31 @@ import threading
 from types import ModuleType
 from typing import Any, Self
 
-import torch.utils.checkpoint as torch_module
+import torch.utils.checkpoint as torch_checkpoints
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_wrappers
 
-from rekindle.compat import checkpoint as ours
+from rekindle.compat import checkpoint as our_checkpoints
+from rekindle.compat import checkpoint_wrapper as our_wrappers
 
-_PRIVATE = ("_checkpoint_without_reentrant_generator", "_infer_device_type")
-_originals = {
-    name: getattr(torch_module, name)
-    for name in (*torch_module.__all__, *_PRIVATE)
-    if hasattr(torch_module, name)  # another version of torch may have other names
-    and hasattr(ours, name)
-    and getattr(torch_module, name) is not getattr(ours, name)
-}
+_PAIRS: tuple[tuple[ModuleType, ModuleType, tuple[str, ...]], ...] = (
+    (
+        torch_checkpoints,
+        our_checkpoints,
+        ("_checkpoint_without_reentrant_generator", "_infer_device_type"),
+    ),
+    (torch_wrappers, our_wrappers, ()),
+)
+"""Torch's modules, ours for them, and the private names that are replaced beside the public."""
+
+_swaps: list[tuple[Any, Any]] = [
+    (getattr(torchs, name), getattr(ours, name))
+    for torchs, ours, private in _PAIRS
+    for name in (*ours.__all__, *private)
+    if hasattr(torchs, name)  # another version of torch may have other names
+    and getattr(torchs, name) is not getattr(ours, name)
+]
+"""Torch's objects, and ours for them."""
+
 _lock = threading.Lock()
 _active: list["Patch"] = []
 
@@ -35,13 +48,12 @@ class Patch:
         self._loaded: set[str] = set()
 
     def _apply(self) -> None:
-        by_id = {id(original): name for name, original in _originals.items()}
+        instead = {id(original): ours for original, ours in _swaps}
         self._loaded = set(sys.modules)
         for module in _foreign_modules(self._loaded):
             for attribute, value in list(vars(module).items()):
-                name = by_id.get(id(value))
-                if name is not None:
-                    setattr(module, attribute, getattr(ours, name))
+                if id(value) in instead:
+                    setattr(module, attribute, instead[id(value)])
                     self._replaced.append((module, attribute, value))
 
     def undo(self) -> None:
@@ -52,7 +64,7 @@ class Patch:
             _active.remove(self)
         for module, attribute, original in self._replaced:
             setattr(module, attribute, original)
-        back = {id(getattr(ours, name)): original for name, original in _originals.items()}
+        back = {id(ours): original for original, ours in _swaps}
         for module in _foreign_modules(set(sys.modules) - self._loaded):
             if not _speaks_of_rekindle(module):
                 for attribute, value in list(vars(module).items()):
@@ -85,7 +97,10 @@ def _speaks_of_rekindle(module: ModuleType) -> bool:
 
 
 def patch_torch() -> Patch:
-    """Put rekindle in the place of `torch.utils.checkpoint`: for good, or for a `with` block.
+    """Put rekindle in torch's place: for good, or for a `with` block.
+
+    That is in the place of `torch.utils.checkpoint`, and of the wrappers in
+    `torch.distributed.algorithms._checkpoint.checkpoint_wrapper`.
 
     Patching twice is one patch: the inner one changes nothing, and undoes nothing.
 

@@ -1,8 +1,7 @@
 """Inside `torch.compile`, a region is handed to torch's own higher-order op.
 
-Dynamo knows activation checkpointing by the identity of torch's function, so torch's own objects
-are kept here, for when `rekindle.patch_torch()` has put ours in their place. `noop_context_fn` is
-compared by identity inside torch: there is one, and it is torch's.
+Torch's own objects are kept here, for when `rekindle.patch_torch()` has put ours in their place.
+`noop_context_fn` is compared by identity inside torch: there is one, and it is torch's.
 """
 
 from collections.abc import Callable
@@ -41,4 +40,8 @@ def hand_over(
     }
     if context_fn is not noop_context_fn:  # Dynamo cannot read the default through our signature
         options["context_fn"] = context_fn
-    return torch_checkpoint(function, *args, **options, **kwargs)
+    # While Dynamo traces, torch's function is for it whatever has that name: ours, under the patch.
+    # What comes after Dynamo runs what it finds there, and needs torch's.
+    is_traced = torch.compiler.is_dynamo_compiling()
+    run = torch_module.checkpoint if is_traced else torch_checkpoint
+    return run(function, *args, **options, **kwargs)

@@ -19,6 +19,7 @@ place is an argument of the region like any other: it is held, and put there aga
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -29,6 +30,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from rekindle.internals import capturing, dispatch_modes, version_of, without_modes
 
 _SMALL = 1 << 16
+_ENOUGH = 8
+"""A module whose buffers did not change in so many uses is taken for one that does not."""
 _LAZY = (UninitializedBuffer, UninitializedParameter)
 
 _Buffers: TypeAlias = dict[str, Tensor | None]
@@ -49,14 +52,14 @@ class ModuleState:
 
     def __init__(self, modules: list[nn.Module], function: Any) -> None:
         self._modules = modules
-        code = getattr(function, "__code__", None) or type(function)
+        use = _use_of(function)
         self._training = [module.training for module in modules]
         self._before: list[_Watched] = []
         self._watched: list[_Watched] = []
         self._lent: list[tuple[nn.Module, dict[str, Any]]] = []
         for module in modules:
             if module._buffers:
-                self._watched.append(_Watched(module, code))
+                self._watched.append(_Watched(module, use))
             parameters: dict[str, Any] = module._parameters
             for parameter in parameters.values():
                 if type(parameter) is Tensor:  # Note [Parameters that were lent]
@@ -115,6 +118,34 @@ class ModuleState:
                 _replace(module._parameters, own)
 
 
+def _use_of(function: Any) -> Any:
+    """What tells uses of a module apart: the function in whose reach it is, and what that holds."""
+    if isinstance(function, partial):
+        return _use_of(function.func), tuple(map(_use_of, function.args))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return id(function) if callable(function) else type(function)
+    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    owner = getattr(function, "__self__", None)
+    return code, id(owner), tuple(map(_held_use, held))
+
+
+def _held_use(held: Any) -> Any:
+    if isinstance(held, Tensor):
+        return Tensor
+    if isinstance(held, tuple):
+        return tuple(map(_held_use, held))
+    return id(held)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
 def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
     for module, training in zip(modules, modes, strict=True):
         if module.training is not training:
@@ -134,14 +165,17 @@ class _Watched:
 
     __slots__ = ("_buffers", "_copies", "_costly", "_known", "_use", "_versions", "module")
 
-    def __init__(self, module: nn.Module, code: Any, buffers: _Buffers | None = None) -> None:
+    def __init__(self, module: nn.Module, use: Any, buffers: _Buffers | None = None) -> None:
         self.module = module
-        self._use = code, module.training
+        self._use = use, module.training
         self._buffers = dict(module._buffers) if buffers is None else buffers
         self._costly = [_is_costly(buffer) for buffer in self._buffers.values()]
         self._known: bool | None = None
         if any(self._costly):
-            self._known = _changes.get(module, _NOTHING_KNOWN).get(self._use)
+            uses = _changes.get(module, _NOTHING_KNOWN)
+            self._known = uses.get(self._use)
+            if self._known is None and len(uses) >= _ENOUGH and not any(uses.values()):
+                self._known = False
         self._versions = [_version(buffer) for buffer in self._buffers.values()]
         self._copies: dict[str, Tensor] = {}
         if self._known is not False or not all(self._costly):

@@ -1,0 +1,1 @@
+"""Whole modules of a model as regions."""
