@@ -4,6 +4,7 @@ from rekindle import policies
 from rekindle.checkpoint import checkpoint, checkpoint_sequential
 from rekindle.compiled.handover import SAC_IGNORED_OPS, CheckpointPolicy, noop_context_fn
 from rekindle.errors import CheckpointError, OffloadError, RekindleError
+from rekindle.modules.application import Applied, apply, remove
 from rekindle.modules.wrappers import (
     ActivationWrapper,
     CheckpointImpl,
@@ -36,6 +37,7 @@ from rekindle.compat.patch import patch_torch  # isort: skip
 __all__ = [
     "SAC_IGNORED_OPS",
     "ActivationWrapper",
+    "Applied",
     "CheckpointError",
     "CheckpointFunction",
     "CheckpointImpl",
@@ -51,6 +53,7 @@ __all__ = [
     "RekindleError",
     "SelectiveCheckpointContext",
     "Traffic",
+    "apply",
     "apply_activation_checkpointing",
     "check_backward_validity",
     "checkpoint",
@@ -67,6 +70,7 @@ __all__ = [
     "offload_wrapper",
     "patch_torch",
     "policies",
+    "remove",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",

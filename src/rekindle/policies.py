@@ -155,8 +155,20 @@ class _Ops(Policy):
         return _ops_again, (self.then, None if self.ops is None else _portable(self.ops))
 
     def __repr__(self) -> str:
-        given = [] if self.ops is None else sorted(map(show, self.ops))
-        return f"{self.then.value}({', '.join(given)})"
+        return f"{self.then.value}({'' if self.ops is None else _shown(self.ops)})"
+
+
+def _shown(ops: frozenset[Op]) -> str:
+    """Ops as code, sets that have a name by their name."""
+    sets = {
+        "MATMULS": MATMULS,
+        "ATTENTION": ATTENTION,
+        "REDUCTIONS": REDUCTIONS,
+        "ROUTING": ROUTING,
+    }
+    named = [name for name, members in sets.items() if members <= ops]
+    rest = ops.difference(*(sets[name] for name in named))
+    return ", ".join([*named, *sorted(map(show, rest))])
 
 
 def _portable(ops: frozenset[Op]) -> list[Any]:
@@ -243,7 +255,7 @@ class _Inputs(Policy):
         return keep_inputs, tuple(_portable(self.ops))
 
     def __repr__(self) -> str:
-        return f"keep_inputs({', '.join(sorted(map(show, self.ops)))})"
+        return f"keep_inputs({_shown(self.ops)})"
 
 
 def keep_inputs(*ops: Any) -> Policy:

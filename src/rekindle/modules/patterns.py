@@ -1,0 +1,65 @@
+"""Patterns of module paths: which modules they name, and which of two is more specific.
+
+A pattern is a path with the wildcards of file names within its parts (`layers.*`,
+`layers.[0-3].mlp`); `**` stands for any number of parts.
+"""
+
+import difflib
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a pattern names the module at a path; the model itself is at ``""``."""
+    return _match(path.split(".") if path else [], pattern.split(".") if pattern else [])
+
+
+def _match(parts: list[str], wanted: list[str]) -> bool:
+    if not wanted:
+        return not parts
+    if wanted[0] == "**":
+        return any(_match(parts[i:], wanted[1:]) for i in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], wanted[0]) and _match(parts[1:], wanted[1:])
+
+
+def specificity(pattern: str) -> tuple[int, int, int]:
+    """Sorts patterns: more parts are more specific, then more of them without wildcards."""
+    parts = pattern.split(".")
+    exact = sum(not any(c in part for c in "*?[") for part in parts)
+    return len([part for part in parts if part != "**"]), exact, -parts.count("**")
+
+
+def no_match(pattern: str, paths: Iterable[str]) -> ValueError:
+    """The error of a pattern that names no module, with what may have been meant."""
+    known = [path for path in paths if path]
+    near = difflib.get_close_matches(pattern, [*_general(known), *known], n=3, cutoff=0.4)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return ValueError(f"No module of the model matches {pattern!r}.{hint}")
+
+
+def _general(paths: list[str]) -> list[str]:
+    return list(dict.fromkeys(map(generalized, paths)))
+
+
+def generalized(path: str) -> str:
+    """A path with its numbers replaced by `*`."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def spanned(paths: list[str]) -> str:
+    """Paths that differ in numbers alone as one: `layers.0-7.mlp`."""
+    parts = zip(*(path.split(".") for path in paths), strict=True)
+    return ".".join(_span(list(dict.fromkeys(part))) for part in parts)
+
+
+def _span(parts: list[str]) -> str:
+    if len(parts) == 1:
+        return parts[0]
+    numbers = sorted(map(int, parts))
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
