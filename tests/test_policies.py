@@ -944,7 +944,7 @@ def test_torchs_own_checkpoint_takes_our_policies(policy: Policy) -> None:
 def test_a_policy_answers_as_a_torch_policy_function(
     policy: Policy, answer: CheckpointPolicy
 ) -> None:
-    ctx = TorchContext(is_recompute=False, op_output=torch.ones(2))
+    ctx = TorchContext(is_recompute=False)
     assert policy(ctx, aten.mm.default, 1, 2) is answer
 
 

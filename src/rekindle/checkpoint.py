@@ -63,6 +63,8 @@ def checkpoint(
         **kwargs: the function's keyword arguments.
     """
     if torch.compiler.is_compiling() and function is not None:
+        if isinstance(context_fn, policies.Policy):
+            context_fn = context_fn.for_compiler
         return hand_over(function, args, kwargs, use_reentrant, context_fn, preserve_rng_state)
     options = options_of(context_fn, determinism_check, debug, early_stop, preserve_rng_state)
     if function is None:

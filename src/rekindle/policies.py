@@ -11,10 +11,11 @@ the first that has something to say about an op decides, and what none speaks of
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from types import CodeType
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -51,6 +52,19 @@ __all__ = [
 class Policy:
     """Gives the results of ops their fates. Join policies with `|`: the first to speak decides."""
 
+    for_compiler: Callable[[], Any]
+    """The policy as a function that `torch.compile` takes for a `context_fn`."""
+
+    def __post_init__(self) -> None:
+        # Weakly: a policy that is made for one call should go without the garbage collector.
+        object.__setattr__(self, "for_compiler", _as_function(ref(self)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Policy":
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)  # type: ignore[arg-type]
+
     @property
     def by_op_alone(self) -> bool:
         """Whether the op alone decides, so that an answer can be remembered."""
@@ -85,12 +99,19 @@ class Policy:
         if not isinstance(ctx, SelectiveCheckpointContext):
             ctx = SelectiveCheckpointContext(
                 is_recompute=ctx.is_recompute,
-                op_output=ctx.op_output,
+                op_output=getattr(ctx, "op_output", None),
                 op=op,
                 args=tuple(rest),
                 kwargs=kwargs,
             )
         return FOR_TORCH[self.fate(ctx) or Fate.RECOMPUTE]
+
+
+def _as_function(weak: "ref[Policy]") -> Callable[[], Any]:
+    def contexts() -> Any:
+        return contexts_of(weak())
+
+    return contexts
 
 
 def _parts(policy: Policy) -> tuple[Policy, ...]:
@@ -139,6 +160,7 @@ class _Ops(Policy):
             if isinstance(op, type):
                 codes.setdefault(code_of(op), set()).add(op)
         object.__setattr__(self, "_codes", codes)
+        super().__post_init__()
 
     @property
     def by_op_alone(self) -> bool:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.compiled.handover import SAC_IGNORED_OPS, TORCHS_MODES, torch_selective_contexts
 from rekindle.errors import CheckpointError
-from rekindle.internals import detached, version_of
+from rekindle.internals import detached, is_traced, version_of
 from rekindle.selective.fates import FOR_TORCH, Fate, fate_of
 from rekindle.selective.where import SelectiveCheckpointContext
 
@@ -24,7 +24,9 @@ from rekindle.selective.where import SelectiveCheckpointContext
 def contexts_of(
     policy: Any, allow_cache_entry_mutation: bool = False
 ) -> tuple["CachingMode", "CachedMode"]:
-    """The two modes of one call of a region."""
+    """The two modes of one call of a region; torch's own where its compiler is to see them."""
+    if is_traced():
+        return contexts_for_torch(policy)  # type: ignore[no-any-return]
     storage: dict[Any, dict[int, Any]] = defaultdict(dict)
     return CachingMode(policy, storage), CachedMode(policy, storage, allow_cache_entry_mutation)
 
@@ -50,7 +52,7 @@ class _InTorchsWords:
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         counter = self._states[bool(ctx.is_recompute)]
-        told = counter.context(op, ctx.op_output, args, kwargs, ctx.is_recompute)
+        told = counter.context(op, getattr(ctx, "op_output", None), args, kwargs, ctx.is_recompute)
         return FOR_TORCH[self._policy.fate(told) or Fate.RECOMPUTE]
 
 
