@@ -1,6 +1,9 @@
 """Train models that do not fit in memory, with gradients bit for bit unchanged."""
 
 from rekindle import policies
+from rekindle.budget.front import BudgetError, Point, fit, frontier, profile, solve
+from rekindle.budget.plan import Plan
+from rekindle.budget.values import Profile
 from rekindle.checkpoint import checkpoint, checkpoint_sequential
 from rekindle.compiled.handover import SAC_IGNORED_OPS, CheckpointPolicy, noop_context_fn
 from rekindle.errors import CheckpointError, OffloadError, RekindleError
@@ -38,6 +41,7 @@ __all__ = [
     "SAC_IGNORED_OPS",
     "ActivationWrapper",
     "Applied",
+    "BudgetError",
     "CheckpointError",
     "CheckpointFunction",
     "CheckpointImpl",
@@ -50,6 +54,9 @@ __all__ = [
     "Offload",
     "OffloadError",
     "OffloadWrapper",
+    "Plan",
+    "Point",
+    "Profile",
     "RekindleError",
     "SelectiveCheckpointContext",
     "Traffic",
@@ -61,6 +68,8 @@ __all__ = [
     "checkpoint_wrapper",
     "create_selective_checkpoint_contexts",
     "detach_variable",
+    "fit",
+    "frontier",
     "get_device_states",
     "is_recomputing",
     "name",
@@ -70,8 +79,10 @@ __all__ = [
     "offload_wrapper",
     "patch_torch",
     "policies",
+    "profile",
     "remove",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",
+    "solve",
 ]

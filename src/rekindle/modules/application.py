@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -78,7 +78,14 @@ def _told(what: What) -> str:
     return what if isinstance(what, str) else repr(what)
 
 
-def apply(model: nn.Module, what: What | Mapping[str, What]) -> Applied:
+class FatesForModel(Protocol):
+    """Knows what becomes of the modules of a model, as a plan does."""
+
+    def fates(self, model: nn.Module) -> Mapping[str, What]:
+        """By module path."""
+
+
+def apply(model: nn.Module, what: What | Mapping[str, What] | FatesForModel) -> Applied:
     """Give the activations of a model's modules their fates, in place. `remove` undoes it.
 
     No module is replaced and no name, key, class or signature changes. Applying again replaces what
@@ -101,10 +108,12 @@ def apply(model: nn.Module, what: What | Mapping[str, What]) -> Applied:
         what: a fate (`"keep"`, `"recompute"`, `"offload"`, `"spill"`), a policy, or
             `rekindle.offload(...)`, for every block of the model; or a mapping from patterns of
             module paths to these. The most specific pattern decides, also inside a module that
-            another one names.
+            another one names. Or a plan.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply() takes a model, but got {type(model).__name__}")
+    if hasattr(what, "fates"):
+        what = what.fates(model)
     wanted = _wanted(model, what)
     _refuse_what_is_checkpointed(model, wanted)
     ways = _ways(wanted)

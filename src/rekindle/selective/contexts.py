@@ -62,6 +62,8 @@ class Counter:
     def __init__(self) -> None:
         self._state: dict[Any, Any] = {}
         self._seen: defaultdict[int, int] = defaultdict(int)
+        self.number = -1
+        """Of the op that runs, among those that can be run again."""
 
     def context(
         self, op: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool
@@ -74,6 +76,7 @@ class Counter:
             op_output=out,
             op=op,
             index=index,
+            number=self.number,
             state=self._state,
             args=args,
             kwargs=kwargs,

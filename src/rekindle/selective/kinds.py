@@ -4,6 +4,9 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from rekindle.internals import grad_enabled
 
 
 class Kind(Enum):
@@ -61,3 +64,14 @@ def kind_of(func: Any) -> Kind:
     if func.is_view or name in _VIEWS:
         return Kind.VIEW
     return Kind.FILLED if name in _FILLED else Kind.PURE
+
+
+def can_be_run_again(kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Whether a call of an op of this kind can be made again."""
+    if kind is Kind.PURE or kind is Kind.VIEW:
+        return True
+    if kind is Kind.RANDOM:  # but not with a generator of its own, which goes on
+        return not (kwargs and kwargs.get("generator") is not None)
+    if kind is Kind.FILLED:  # where autograd follows, nobody writes behind its back
+        return grad_enabled() and isinstance(args[0], Tensor) and args[0].requires_grad
+    return False

@@ -10,14 +10,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rekindle.compiled.handover import SAC_IGNORED_OPS
-from rekindle.internals import FAKE, capturing, fake_mode, grad_enabled
+from rekindle.internals import FAKE, capturing, fake_mode
 from rekindle.replay import rng as random_state
 from rekindle.replay.switches import recomputing
 from rekindle.selective import backends
 from rekindle.selective.book import Book
 from rekindle.selective.contexts import Counter
 from rekindle.selective.fates import Fate
-from rekindle.selective.kinds import Kind, depends_on_backends, depends_on_grad_mode, kind_of
+from rekindle.selective.kinds import (
+    Kind,
+    can_be_run_again,
+    depends_on_backends,
+    depends_on_grad_mode,
+    kind_of,
+)
 from rekindle.selective.record import (
     Call,
     Hooks,
@@ -179,10 +185,10 @@ class RecordMode(TorchDispatchMode):
             op = self._ops[id(func)] = _Op(func)
         kind = op.kind
         rng = None
-        if kind is _PURE or kind is _VIEW or (kind is _FILLED and _is_followed(args)):
+        if kind is _PURE or kind is _VIEW:
             out = func(*args, **kwargs) if kwargs else func(*args)
-        elif kind is Kind.RANDOM and not (kwargs and kwargs.get("generator") is not None):
-            rng = random_state.take(())
+        elif can_be_run_again(kind, args, kwargs):
+            rng = random_state.take(()) if kind is Kind.RANDOM else None
             out = func(*args, **(kwargs or {}))
         else:
             return self._run_loose(func, kind, args, kwargs or {})
@@ -199,6 +205,7 @@ class RecordMode(TorchDispatchMode):
     ) -> None:
         """Note an op that can be run again, and what it made."""
         book = self.book
+        self._counter.number += 1
         if book.just_saved:
             book.just_saved.clear()
         fate = op.fate
@@ -295,11 +302,6 @@ _ops_of: dict[Any, dict[int, _Op]] = {}
 
 def _remembered(policy: "Policy") -> dict[int, _Op]:
     return _ops_of.setdefault(policy, {}) if policy.by_op_alone else {}
-
-
-def _is_followed(args: tuple[Any, ...]) -> bool:
-    """Whether autograd follows an op: what it makes is not written to behind its back then."""
-    return grad_enabled() and isinstance(args[0], Tensor) and args[0].requires_grad
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -37,6 +37,7 @@ class SelectiveCheckpointContext(TorchSelectiveContext):
         op_output: Any = None,
         op: Any = None,
         index: int = 0,
+        number: int = -1,
         state: dict[Any, Any] | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -48,6 +49,8 @@ class SelectiveCheckpointContext(TorchSelectiveContext):
         self.kwargs = kwargs or {}
         self.index = index
         """How often this op ran before in this call of the region."""
+        self.number = number
+        """How many ops ran before in this call of the region, of those that can be run again."""
         self.state: dict[Any, Any] = {} if state is None else state
         """For the policy to write to; a new one for each call of a region."""
 

@@ -1,0 +1,33 @@
+"""Carries out an option: what `rekindle.apply` gives the block."""
+
+from dataclasses import dataclass
+
+from rekindle.budget.values import Option
+from rekindle.policies import Policy
+from rekindle.selective.fates import Fate
+from rekindle.selective.where import SelectiveCheckpointContext
+
+
+@dataclass(frozen=True)
+class Numbered(Policy):
+    """Fates by the number that an op has in its region."""
+
+    kept: frozenset[int]
+    offloaded: frozenset[int]
+
+    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+        if ctx.number in self.offloaded:
+            return Fate.OFFLOAD
+        return Fate.KEEP if ctx.number in self.kept else Fate.RECOMPUTE
+
+    def __repr__(self) -> str:
+        parts = [("keep", self.kept), ("offload", self.offloaded)]
+        told = [f"{word} ops {sorted(numbers)}" for word, numbers in parts if numbers]
+        return f"<{', '.join([*told, 'recompute the rest'])}>"
+
+
+def what_of(option: Option) -> str | Policy:
+    """The fate or the policy of a block that runs by an option."""
+    if option.fate != "select":
+        return option.fate
+    return Numbered(frozenset(option.kept), frozenset(option.offloaded))

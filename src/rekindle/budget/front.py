@@ -1,0 +1,210 @@
+"""The front door: `profile`, `solve`, `frontier`, `fit`."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from rekindle.budget import profiling
+from rekindle.budget.memory import metered
+from rekindle.budget.plan import Plan
+from rekindle.budget.simulate import simulate
+from rekindle.budget.values import Option, Prediction, Profile
+from rekindle.errors import RekindleError
+from rekindle.modules.application import apply, remove
+from rekindle.sizes import format_bytes, parse_bytes
+
+_log = logging.getLogger("rekindle")
+_TRIES = 4
+
+
+class BudgetError(RekindleError):
+    """No plan keeps a training step within the budget."""
+
+
+def profile(model: nn.Module, batch: Any, *, optimizer: Any = None) -> Profile:
+    """Measure a model's training step, block by block. The model ends as it was.
+
+    Args:
+        model: the model, on its device.
+        batch: what the model is called with: a tensor, a tuple, a dict; or a function without
+            arguments that runs a forward and returns the loss.
+        optimizer: the optimizer, for the size of its state.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"profile() takes a model, but got {type(model).__name__}")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("No parameter of the model requires a gradient: it is not trained")
+    _need_scipy()
+    return profiling.measure(model, batch, optimizer)
+
+
+def solve(profile: Profile, budget: int | str) -> Plan:
+    """The plan that keeps the step's peak within a budget at the least time.
+
+    Args:
+        profile: what `profile` measured.
+        budget: bytes, as an `int` or like `"24GiB"`, for everything on the device; or a share of
+            the activations' peak without a plan, like `"40%"`.
+    """
+    _need_scipy()
+    from rekindle.budget import solving  # noqa: PLC0415
+
+    limit = budget_bytes(profile, budget)
+    choice = solving.choose(profile, limit)
+    if choice is None:
+        least = solving.smallest(profile)
+        raise BudgetError(
+            f"No plan fits into {format_bytes(limit)}. The least that works is "
+            f"{format_bytes(least.prediction.peak)}, of which {format_bytes(profile.static_bytes)} "
+            "are parameters, gradients, optimizer state and the batch; the peak is in "
+            f"{least.prediction.at}."
+        )
+    return _plan(profile, limit, choice.options, choice.prediction, choice.gap)
+
+
+def _plan(
+    profile: Profile, budget: int, options: Sequence[Option], found: Prediction, gap: float
+) -> Plan:
+    plain = plain_prediction(profile)
+    return Plan(
+        model=profile.model,
+        batch=profile.batch,
+        device=profile.device,
+        budget=budget,
+        predicted_peak=found.peak,
+        predicted_time=found.seconds,
+        plain_peak=plain.peak,
+        plain_time=plain.seconds,
+        gap=gap,
+        peak_at=found.at,
+        blocks=tuple(
+            (path, profile.blocks[index].kind, option)
+            for (path, index), option in zip(profile.order, options, strict=True)
+        ),
+    )
+
+
+def plain_prediction(profile: Profile) -> Prediction:
+    """What a step takes without a plan."""
+    return simulate(
+        profile,
+        [
+            next(o for o in profile.options(i) if o.fate == "keep")
+            for i in range(len(profile.order))
+        ],
+    )
+
+
+def budget_bytes(profile: Profile, budget: int | str) -> int:
+    """A budget in bytes: as given, or a share of the activations' peak on top of what is static."""
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        try:
+            share = float(budget.strip()[:-1]) / 100
+        except ValueError:
+            raise ValueError(
+                f'budget as a share should be like "40%", but got {budget!r}'
+            ) from None
+        if not share > 0:
+            raise ValueError(f"budget as a share should be above 0, but got {budget!r}")
+        activations = plain_prediction(profile).peak - profile.static_bytes
+        return profile.static_bytes + int(share * activations)
+    return parse_bytes(budget, "budget")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the curve of time against memory."""
+
+    peak: int
+    seconds: float
+    plan: Plan
+
+
+def frontier(profile: Profile, points: int = 8) -> list[Point]:
+    """Plans from the plain peak down to the least that works: what less memory costs in time."""
+    _need_scipy()
+    from rekindle.budget import solving  # noqa: PLC0415
+
+    highest, least = plain_prediction(profile).peak, solving.smallest(profile).prediction.peak
+    found: list[Point] = []
+    for i in range(points):
+        budget = highest - (highest - least) * i // max(points - 1, 1)
+        plan = solve(profile, max(budget, least))
+        if not found or plan.predicted_peak < found[-1].peak:
+            found.append(Point(plan.predicted_peak, plan.predicted_time, plan))
+    return found
+
+
+def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = None) -> Plan:
+    """Make a training step of a model fit a budget, at the smallest cost in time, in place.
+
+    Profiles, solves, applies, and runs a step to see: a plan that is over the budget is made anew
+    with less. Gradients stay what they were, bit for bit. `rekindle.remove(model)` undoes it.
+
+    >>> import torch, rekindle
+    >>> block = lambda: torch.nn.Sequential(
+    ...     torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)
+    ... )
+    >>> model = torch.nn.Sequential(*[block() for _ in range(4)])
+    >>> plan = rekindle.fit(model, torch.randn(256, 64), budget="50%")
+    >>> plan.measured_peak <= plan.budget
+    True
+    >>> rekindle.remove(model)
+
+    Args:
+        model: the model, on its device.
+        batch: as for `profile`: the largest that training will see.
+        budget: as for `solve`.
+        optimizer: the optimizer, for the size of its state.
+    """
+    measured = profile(model, batch, optimizer=optimizer)
+    limit = budget_bytes(measured, budget)
+    aim, peak = limit, 0
+    for _ in range(_TRIES):
+        plan = solve(measured, aim)
+        peak, seconds = try_out(model, batch, plan, measured)
+        plan = replace(plan, budget=limit).measured(peak, seconds)
+        if peak <= limit:
+            apply(model, plan)
+            return plan
+        _log.info("the step peaks at %s: planning again", format_bytes(peak))
+        aim -= peak - limit + max(limit // 200, 1)
+    raise BudgetError(
+        f"Plans for {format_bytes(limit)} were measured at {format_bytes(peak)}, more than was "
+        "predicted. Try a larger budget."
+    )
+
+
+def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tuple[int, float]:
+    """The peak and the time of a step under a plan; the model ends as it was, without the plan."""
+    device = next(model.parameters()).device
+    step = profiling.Step(model, batch)
+    with profiling.untouched(model):
+        apply(model, plan)
+        step()  # offload learns from its first steps
+        step()
+        known = [*model.parameters(), *model.buffers()]
+        known += [p.grad for p in model.parameters() if p.grad is not None]
+        known += [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+        with metered(device, known) as meter:
+            meter.reset()
+            step()
+            peak = meter.peak()
+        seconds = profiling._timed(step, device)
+        remove(model)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return measured.static_bytes + peak, seconds
+
+
+def _need_scipy() -> None:
+    if find_spec("scipy") is None:
+        raise ImportError(
+            "rekindle plans with HiGHS, which comes with scipy: pip install 'rekindle[budget]'"
+        )

@@ -1,0 +1,162 @@
+"""A block's forward as a graph: its ops, what they make, what autograd saves, and times.
+
+Views are not in it: what shows a value's memory stands for that value. Ops have the numbers they
+have under a policy (`ctx.number`), so a choice made here can be carried out there.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rekindle.internals import storage_key
+from rekindle.selective.kinds import Kind, can_be_run_again, kind_of
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op that can be run again."""
+
+    number: int
+    name: str
+    seconds: float
+    inputs: tuple[int, ...]
+    """The values it is given that the block made, by their index."""
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One storage that the block made."""
+
+    nbytes: int
+    maker: int | None
+    """The index of the op that makes it; None if it cannot be made again, and is held if needed."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a block does in forward."""
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    saved: frozenset[int]
+    """Values that autograd saves."""
+
+
+@dataclass
+class _Builder:
+    ops: list[Op] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    saved: set[int] = field(default_factory=set)
+    by_storage: dict[int, int] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)
+    """So that no address is used twice."""
+
+    def find(self, tensor: Tensor) -> int | None:
+        return self.by_storage.get(_key(tensor))
+
+    def add(self, tensor: Tensor, maker: int | None) -> int:
+        index = len(self.values)
+        self.values.append(Value(_nbytes(tensor), maker))
+        self.by_storage[_key(tensor)] = index
+        self.alive.append(tensor.detach())
+        return index
+
+
+class _GraphMode(TorchDispatchMode):
+    """Records ops with their times."""
+
+    def __init__(self, built: _Builder, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._built = built
+        self._number = -1
+        self._clock = _clock_of(device)
+        self.marks: list[tuple[int, Any, Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = kind_of(func)
+        again = can_be_run_again(kind, args, kwargs)
+        begin = self._clock()
+        out = func(*args, **kwargs)
+        end = self._clock()
+        if again:
+            self._number += 1
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if kind is Kind.VIEW or not made:
+            return out
+        built = self._built
+        new = [tensor for tensor in made if built.find(tensor) is None]
+        inputs = tuple(i for i in map(built.find, given) if i is not None)
+        maker = len(built.ops) if again else None
+        outputs = tuple(built.add(tensor, maker) for tensor in new)
+        if again:
+            name = func.name() if hasattr(func, "name") else str(func)
+            self.marks.append((len(built.ops), begin, end))
+            built.ops.append(Op(self._number, name, 0.0, inputs, outputs))
+        return out
+
+
+def record(forward: Callable[[], Any], device: torch.device) -> Graph:
+    """Run a block's forward once, and say what it did."""
+    built = _Builder()
+
+    def pack(tensor: Tensor) -> Tensor:
+        index = built.find(tensor)
+        if index is not None:
+            built.saved.add(index)
+        return tensor
+
+    mode = _GraphMode(built, device)
+    with saved_tensors_hooks(pack, lambda tensor: tensor), mode:
+        out = forward()
+    seconds = _elapsed(mode.marks, device)
+    del out
+    ops = tuple(
+        Op(op.number, op.name, seconds.get(i, 0.0), op.inputs, op.outputs)
+        for i, op in enumerate(built.ops)
+    )
+    return Graph(ops, tuple(built.values), frozenset(built.saved))
+
+
+def _clock_of(device: torch.device) -> Callable[[], Any]:
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def mark() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    return mark
+
+
+def _elapsed(marks: list[tuple[int, Any, Any]], device: torch.device) -> dict[int, float]:
+    if device.type != "cuda":
+        return {op: end - begin for op, begin, end in marks}
+    torch.cuda.synchronize(device)
+    return {op: begin.elapsed_time(end) / 1e3 for op, begin, end in marks}
+
+
+def _key(tensor: Tensor) -> int:
+    try:
+        return storage_key(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return tensor.numel() * tensor.element_size()

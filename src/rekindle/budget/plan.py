@@ -1,0 +1,85 @@
+"""A plan: one option for each block, as a value. Saved as JSON, with no code in it."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rekindle.budget.execute import what_of
+from rekindle.budget.values import Option
+from rekindle.policies import Policy
+
+_SCHEMA = "rekindle plan"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of the activations of each block, and what that leads to."""
+
+    model: str
+    batch: str
+    device: str
+    budget: int
+    """Bytes that a step may peak at."""
+    predicted_peak: int
+    predicted_time: float
+    """Seconds a step."""
+    plain_peak: int
+    plain_time: float
+    """What is predicted without a plan."""
+    gap: float
+    """How far from the best the time may be, as a share."""
+    peak_at: str
+    blocks: tuple[tuple[str, str, Option], ...]
+    """Path, class and option of each block, in the order of the forward."""
+    measured_peak: int | None = None
+    measured_time: float | None = None
+
+    def fates(self, model: nn.Module) -> Mapping[str, str | Policy]:
+        """What each block of a model is given; an error if the plan is for another one."""
+        if type(model).__name__ != self.model:
+            raise ValueError(
+                f"The plan is for a {self.model}, but the model is a {type(model).__name__}"
+            )
+        modules = dict(model.named_modules())
+        for path, kind, _ in self.blocks:
+            found = type(modules[path]).__name__ if path in modules else "nothing"
+            if found != kind:
+                raise ValueError(f"The plan has a {kind} at {path!r}, but the model has {found}")
+        return {path: what_of(option) for path, _, option in self.blocks}
+
+    def measured(self, peak: int, seconds: float) -> "Plan":
+        """The plan, with what a step really took."""
+        return replace(self, measured_peak=peak, measured_time=seconds)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        values = {"schema": _SCHEMA, "version": _VERSION, **asdict(self)}
+        Path(path).write_text(json.dumps(values, indent=1))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Read what `save` wrote."""
+        values: dict[str, Any] = json.loads(Path(path).read_text())
+        if values.pop("schema", None) != _SCHEMA:
+            raise ValueError(f"{os.fspath(path)} is not a plan of rekindle's")
+        version = values.pop("version", None)
+        if version != _VERSION:
+            raise ValueError(f"The plan has version {version}, but this rekindle reads {_VERSION}")
+        blocks = tuple((p, kind, _option(values)) for p, kind, values in values.pop("blocks"))
+        return cls(blocks=blocks, **values)
+
+    def __str__(self) -> str:
+        from rekindle.budget.text import format_plan  # noqa: PLC0415
+
+        return format_plan(self)
+
+
+def _option(values: dict[str, Any]) -> Option:
+    lists = {name: tuple(values[name]) for name in ("kept", "offloaded")}
+    return Option(**{**values, **lists})

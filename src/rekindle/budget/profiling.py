@@ -1,0 +1,413 @@
+"""Measures a model's training step, block by block, so that it need not fit without help.
+
+One step runs with every block recomputed, to see the order of the blocks, what they are given, and
+what the rest of the step takes. Then each distinct block is run alone, forward and backward, by
+every option that is worth having: bytes and times are those of the real thing.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rekindle.budget.execute import what_of
+from rekindle.budget.graph import Graph, record
+from rekindle.budget.memory import Meter, bytes_of, metered
+from rekindle.budget.values import BlockProfile, Option, Profile
+from rekindle.modules.application import apply, remove
+from rekindle.modules.blocks import blocks_of
+from rekindle.modules.forward import forward_of
+
+_RUNS = 3
+
+
+@dataclass
+class _Seen:
+    """What one step showed of its blocks."""
+
+    order: list[str] = field(default_factory=list)
+    calls: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """What each block was given, the first time."""
+    before: int = 0
+    after_blocks: int = 0
+    rest_peak: int = 0
+
+
+class Step:
+    """One training step of a model on a batch, forward and backward."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self.model = model
+        self.batch = batch
+
+    def __call__(self) -> None:
+        loss = self.loss()
+        loss.backward()
+
+    def loss(self) -> Tensor:
+        batch, model = self.batch, self.model
+        if callable(batch) and not isinstance(batch, Tensor):
+            out = batch()
+        elif isinstance(batch, Mapping):
+            out = model(**batch)
+        elif isinstance(batch, tuple | list):
+            out = model(*batch)
+        else:
+            out = model(batch)
+        return _loss_of(out)
+
+    def shapes(self) -> str:
+        """The batch in words, by which it is known again."""
+        if callable(self.batch) and not isinstance(self.batch, Tensor):
+            return "a function"
+        return str(tree_map(_shape, self.batch))
+
+
+def _shape(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf).__name__
+
+
+def _loss_of(out: Any) -> Tensor:
+    """The loss of what a model returned; if it returned none, the sum of all it did."""
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    leaves = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+    if not leaves:
+        raise ValueError("The step's result requires no gradient: there is nothing to train")
+    return torch.stack([leaf.float().sum() for leaf in leaves]).sum()
+
+
+def measure(model: nn.Module, batch: Any, optimizer: Any = None) -> Profile:
+    """The profile of a model's training step; the model ends as it was."""
+    device = next(model.parameters()).device
+    step = Step(model, batch)
+    blocks = blocks_of(model)
+    with untouched(model):
+        seen, seconds = _outline(step, blocks, device)
+        static = _static_bytes(model, optimizer, device, step)
+        profiles, order = _profiles(blocks, seen, device)
+    spent = sum(
+        next(o for o in profiles[index].options if o.fate == "recompute").seconds
+        for _, index in order
+    )
+    return Profile(
+        model=type(model).__name__,
+        device=_name(device),
+        batch=step.shapes(),
+        static_bytes=static,
+        before_bytes=seen.before,
+        rest_peak=seen.rest_peak,
+        rest_seconds=max(seconds - spent, 0.0),
+        bytes_per_second=_bandwidth(device),
+        blocks=tuple(profiles),
+        order=tuple(order),
+    )
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Whatever runs inside: gradients, buffers, fates and the random state end as they were."""
+    gradients = {p: p.grad for p in model.parameters()}
+    buffers = {b: b.detach().clone() for b in model.buffers()}
+    fates = {module: forward_of(module) for module in model.modules()}
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices):
+            for parameter in gradients:
+                parameter.grad = torch.zeros_like(parameter)
+            yield
+    finally:
+        remove(model)
+        for module, forward in fates.items():
+            if forward is not None:
+                vars(module)["forward"] = forward
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)
+
+
+def _outline(step: Step, blocks: dict[str, nn.Module], device: torch.device) -> tuple[_Seen, float]:
+    """A step with every block recomputed: what its blocks are given, and what is around them."""
+    apply(step.model, dict.fromkeys(blocks, "recompute"))
+    seen = _Seen()
+    known = [*step.model.parameters(), *step.model.buffers()]
+    known += [p.grad for p in step.model.parameters() if p.grad is not None]
+    known += [t for t in tree_leaves(step.batch) if isinstance(t, Tensor)]
+    with metered(device, known) as meter, _watched(blocks, seen, meter):
+        step()
+    seconds = _timed(step, device)
+    remove(step.model)
+    return seen, seconds
+
+
+@contextmanager
+def _watched(blocks: dict[str, nn.Module], seen: _Seen, meter: Meter) -> Iterator[None]:
+    """Notes, while a step runs, how its blocks are called and what memory is around them."""
+    turned = False
+
+    def before(path: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not seen.order:
+                seen.before = meter.now()
+            if not turned:
+                seen.order.append(path)
+                seen.calls.setdefault(path, (args, kwargs))
+
+        return hook
+
+    def after(_module: nn.Module, _args: Any, out: Any) -> None:
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(turn)
+        seen.after_blocks = meter.now()
+        meter.reset()
+
+    def turn(_grad: Tensor) -> None:
+        nonlocal turned
+        if not turned:
+            turned = True
+            seen.rest_peak = meter.peak() - seen.after_blocks
+
+    with ExitStack() as stack:
+        for path, block in blocks.items():
+            stack.callback(block.register_forward_pre_hook(before(path), with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(after).remove)
+        yield
+
+
+def _profiles(
+    blocks: dict[str, nn.Module], seen: _Seen, device: torch.device
+) -> tuple[list[BlockProfile], list[tuple[str, int]]]:
+    profiles: list[BlockProfile] = []
+    known: dict[str, int] = {}
+    order = []
+    for path in seen.order:
+        block, call = blocks[path], seen.calls[path]
+        signature = _signature(block, call)
+        if signature not in known:
+            known[signature] = len(profiles)
+            options = _menu(block, call, device)
+            profiles.append(BlockProfile(type(block).__name__, signature, options))
+        order.append((path, known[signature]))
+    return profiles, order
+
+
+def _signature(block: nn.Module, call: tuple[Any, Any]) -> str:
+    shapes = [f"{name} {list(p.shape)}" for name, p in block.named_parameters()]
+    return f"{type(block).__name__}({', '.join(shapes)}) of {tree_map(_shape, call)}"
+
+
+def _menu(block: nn.Module, call: tuple[Any, Any], device: torch.device) -> tuple[Option, ...]:
+    """The options of a block, each measured, without those that another is better than."""
+    from rekindle.budget.menu import keep_sets  # needs scipy  # noqa: PLC0415
+
+    run = _Run(block, call, device)
+    graph = run.graph()
+    candidates = [Option("keep"), Option("recompute")]
+    candidates += [Option("select", tuple(sorted(kept))) for kept in keep_sets(graph)]
+    options = [run.measured(option) for option in candidates]
+    if device.type == "cuda":
+        everything = tuple(sorted(graph.ops[m].number for m in _makers(graph)))
+        whole = run.measured(Option("select", everything))
+        options += [
+            _offloaded(option, graph) for option in [whole, *options] if option.fate == "select"
+        ]
+    return tuple(_undominated(options))
+
+
+def _makers(graph: Graph) -> set[int]:
+    makers = {graph.values[v].maker for v in graph.saved}
+    return {maker for maker in makers if maker is not None}
+
+
+def _offloaded(option: Option, graph: Graph) -> Option:
+    """The same, with all that is kept sent to host memory."""
+    kept = set(option.kept)
+    moved = sum(
+        graph.values[v].nbytes
+        for op in graph.ops
+        if op.number in kept
+        for v in op.outputs
+        if v in graph.saved
+    )
+    return Option(
+        "select",
+        (),
+        option.kept,
+        bytes_held=max(option.bytes_held - moved, 0),
+        bytes_moved=moved,
+        forward_seconds=option.forward_seconds,
+        backward_seconds=option.backward_seconds,
+        forward_peak=option.forward_peak,
+        backward_peak=option.backward_peak + moved,
+    )
+
+
+def _undominated(options: list[Option]) -> list[Option]:
+    """Without options that hold, move and take as much as another or more."""
+
+    def costs(option: Option) -> tuple[float, ...]:
+        peaks = option.forward_peak, option.backward_peak
+        return option.bytes_held, option.bytes_moved, option.seconds, *peaks
+
+    return [
+        option
+        for i, option in enumerate(options)
+        if not any(
+            all(map(float.__le__, map(float, costs(other)), map(float, costs(option))))
+            and (costs(other) != costs(option) or j < i)
+            for j, other in enumerate(options)
+            if j != i
+        )
+        or option.fate != "select"
+    ]
+
+
+class _Run:
+    """One block, to be run alone."""
+
+    def __init__(self, block: nn.Module, call: tuple[Any, Any], device: torch.device) -> None:
+        self._block = block
+        self._call = call
+        self._device = device
+
+    def graph(self) -> Graph:
+        args, kwargs = self._inputs()
+        self._block(*args, **kwargs)  # once before, so that no kernel is chosen or loaded in it
+        return record(lambda: self._block(*args, **kwargs), self._device)
+
+    def measured(self, option: Option) -> Option:
+        """An option, with what it costs."""
+        what = what_of(option)
+        if what != "keep":
+            apply(self._block, {"": what})
+        try:
+            self._once()
+            memory = self._memory()
+            times = [self._once() for _ in range(_RUNS)]
+        finally:
+            remove(self._block)
+        forward, backward = (min(t[i] for t in times) for i in (0, 1))
+        return Option(
+            option.fate,
+            option.kept,
+            option.offloaded,
+            bytes_held=memory[0],
+            forward_seconds=forward,
+            backward_seconds=backward,
+            forward_peak=memory[1],
+            backward_peak=memory[2],
+        )
+
+    def _inputs(self) -> tuple[Any, Any]:
+        """The block's inputs anew, without the graph behind them."""
+
+        def fresh(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.detach().requires_grad_(leaf.requires_grad)
+
+        args, kwargs = tree_map(fresh, self._call)
+        return args, kwargs
+
+    def _memory(self) -> tuple[int, int, int]:
+        args, kwargs = self._inputs()
+        known = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        known += [*self._block.parameters(), *self._block.buffers()]
+        known += [p.grad for p in self._block.parameters() if p.grad is not None]
+        with metered(self._device, known) as meter:
+            out = self._block(*args, **kwargs)
+            held, forward_peak = meter.now(), meter.peak()
+            outs, grads = _seeds(out)
+            del out
+            before = meter.now()
+            meter.reset()
+            torch.autograd.backward(outs, grads)
+            return held, forward_peak, meter.peak() - before + (before - held)
+
+    def _once(self) -> tuple[float, float]:
+        args, kwargs = self._inputs()
+        start = _now(self._device)
+        out = self._block(*args, **kwargs)
+        middle = _now(self._device)
+        outs, grads = _seeds(out)
+        begin = _now(self._device)
+        torch.autograd.backward(outs, grads)
+        return middle - start, _now(self._device) - begin
+
+
+def _seeds(out: Any) -> tuple[list[Tensor], list[Tensor]]:
+    outs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+    return outs, [torch.ones_like(t) for t in outs]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _timed(step: Callable[[], None], device: torch.device) -> float:
+    taken = []
+    for _ in range(_RUNS):
+        start = _now(device)
+        step()
+        taken.append(_now(device) - start)
+    return min(taken)
+
+
+def _static_bytes(model: nn.Module, optimizer: Any, device: torch.device, step: Step) -> int:
+    """What is there all the time: the model, its gradients, the optimizer's state, the batch."""
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    total = bytes_of([*parameters, *model.buffers()]) + bytes_of(trained)
+    total += bytes_of([t for t in tree_leaves(step.batch) if isinstance(t, Tensor)])
+    if optimizer is not None:
+        total += _optimizer_bytes(optimizer)
+    if device.type == "cuda":  # what else there is, such as another model
+        total = max(total, torch.cuda.memory_allocated(device))
+    return total
+
+
+_STATES = {"Adam": 2, "AdamW": 2, "RMSprop": 1, "Adagrad": 1, "NAdam": 2, "RAdam": 2, "Adamax": 2}
+
+
+def _optimizer_bytes(optimizer: Any) -> int:
+    """The state of an optimizer, or what it will be after its first step."""
+    held = [t for state in optimizer.state.values() for t in state.values()]
+    tensors = [t for t in held if isinstance(t, Tensor)]
+    if tensors:
+        return bytes_of(tensors)
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    count = _STATES.get(type(optimizer).__name__, 0)
+    if type(optimizer).__name__ == "SGD" and optimizer.param_groups[0].get("momentum"):
+        count = 1
+    return count * bytes_of(trained)
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Bytes a second to pinned host memory; 0 without a device to copy from."""
+    if device.type != "cuda":
+        return 0.0
+    there = torch.empty(128 << 20, dtype=torch.uint8, device=device)
+    here = torch.empty(128 << 20, dtype=torch.uint8, pin_memory=True)
+    taken = [0.0] * _RUNS
+    for i in range(_RUNS):
+        start = _now(device)
+        here.copy_(there, non_blocking=True)
+        taken[i] = _now(device) - start
+    return there.numel() / min(taken)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

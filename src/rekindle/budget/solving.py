@@ -1,0 +1,127 @@
+"""One option for each block, so that the step's peak stays below a budget at the least time.
+
+A multiple-choice knapsack with one row for each point of the step's timeline, solved by HiGHS. What
+the blocks hold is summed up along the forward, so rows stay short and time linear in the blocks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from rekindle.budget.simulate import simulate
+from rekindle.budget.values import Option, Prediction, Profile
+
+_MIB = 2**20
+_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An option for each block, in the order of the forward."""
+
+    options: tuple[Option, ...]
+    prediction: Prediction
+    gap: float
+    """How far from the best it may be, as a share of the time."""
+
+
+class _Rows:
+    """Rows `lower <= row . x`, put together entry by entry."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int, float]] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+
+    def add(self, entries: list[tuple[int, float]], lower: float, upper: float) -> None:
+        row = len(self.lower)
+        self._entries += [(row, column, value) for column, value in entries]
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+    def matrix(self, columns: int) -> "coo_array":
+        rows, cols, values = zip(*self._entries, strict=True)
+        return coo_array((values, (rows, cols)), shape=(len(self.lower), columns))
+
+
+def choose(profile: Profile, budget: int) -> Choice | None:
+    """The fastest choice whose simulated peak is within a budget; None if there is none."""
+    menus = [profile.options(position) for position in range(len(profile.order))]
+    room = (budget - profile.static_bytes - profile.before_bytes) / _MIB
+    starts = np.cumsum([0, *(len(menu) for menu in menus)])
+    binaries = int(starts[-1])
+    count = len(menus)
+    # After the options: what is held after each block, the largest move, and two waits.
+    held, flying, wait_out, wait_in = binaries, binaries + count, binaries + count + 1, -1
+    columns = binaries + count + 3
+    wait_in = columns - 1
+    rows = _Rows()
+
+    def column(block: int, index: int) -> int:
+        return int(starts[block]) + index
+
+    for i, menu in enumerate(menus):
+        rows.add([(column(i, k), 1.0) for k in range(len(menu))], 1, 1)
+        before = [(held + i - 1, 1.0)] if i else []
+        sums = [(column(i, k), option.bytes_held / _MIB) for k, option in enumerate(menu)]
+        rows.add([*before, *sums, (held + i, -1.0)], 0, 0)
+        peaks = [(column(i, k), option.forward_peak / _MIB) for k, option in enumerate(menu)]
+        rows.add([*before, *peaks, (flying, 2.0)], -np.inf, room)
+        peaks = [(column(i, k), option.backward_peak / _MIB) for k, option in enumerate(menu)]
+        rows.add([(held + i, 1.0), *peaks, (flying, 2.0)], -np.inf, room)
+        moves = [(column(i, k), option.bytes_moved / _MIB) for k, option in enumerate(menu)]
+        rows.add([*((c, -v) for c, v in moves), (flying, 1.0)], 0, np.inf)
+    rows.add([(held + count - 1, 1.0), (flying, 2.0)], -np.inf, room - profile.rest_peak / _MIB)
+    _add_waits(rows, profile, menus, column, wait_out, wait_in)
+
+    cost = np.zeros(columns)
+    for i, menu in enumerate(menus):
+        for k, option in enumerate(menu):  # of equals, the one that holds less
+            cost[column(i, k)] = option.seconds + 1e-12 * option.bytes_held / _MIB
+    cost[wait_out] = cost[wait_in] = 1.0
+    result = milp(
+        cost,
+        constraints=LinearConstraint(rows.matrix(columns).tocsr(), rows.lower, rows.upper),
+        integrality=np.concatenate([np.ones(binaries), np.zeros(columns - binaries)]),
+        bounds=Bounds(0, np.concatenate([np.ones(binaries), np.full(columns - binaries, np.inf)])),
+        options={"time_limit": _SECONDS, "mip_rel_gap": 1e-4},
+    )
+    if result.x is None:
+        return None
+    options = tuple(
+        menu[int(np.argmax(result.x[starts[i] : starts[i + 1]]))] for i, menu in enumerate(menus)
+    )
+    return Choice(options, simulate(profile, options), float(result.mip_gap or 0.0))
+
+
+def _add_waits(rows: _Rows, profile: Profile, menus, column, out: int, into: int) -> None:  # type: ignore[no-untyped-def]
+    """The device waits for what the link has no time for, both ways."""
+    for wait, seconds in ((out, "forward_seconds"), (into, "backward_seconds")):
+        entries = [(wait, 1.0)]
+        for i, menu in enumerate(menus):
+            for k, option in enumerate(menu):
+                taken = option.bytes_moved / (profile.bytes_per_second or 1.0)
+                entries.append((column(i, k), getattr(option, seconds) - taken))
+        rows.add(entries, 0, np.inf)
+
+
+def smallest(profile: Profile) -> Choice:
+    """The choice with the lowest peak, by bisection over budgets."""
+    largest = [max(profile.options(i), key=_bytes_held) for i in range(len(profile.order))]
+    low, high = 0, max(simulate(profile, largest).peak, 1)
+    best = choose(profile, 2 * high)
+    assert best is not None, "twice the plain peak is enough for anything"
+    while high - low > max(high // 500, 1):
+        middle = (low + high) // 2
+        found = choose(profile, middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, min(middle, found.prediction.peak)
+    return best
+
+
+def _bytes_held(option: Option) -> int:
+    return option.bytes_held

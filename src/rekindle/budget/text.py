@@ -1,0 +1,58 @@
+"""Profiles and plans as text."""
+
+from rekindle.budget.plan import Plan
+from rekindle.budget.values import Option, Profile
+from rekindle.modules.patterns import spanned
+from rekindle.sizes import format_bytes
+
+
+def format_profile(profile: Profile) -> str:
+    """The blocks with their options, and what is around them."""
+    counts = f"{len(profile.order)} blocks, {len(profile.blocks)} distinct"
+    rest = f"outside the blocks: {profile.rest_seconds * 1e3:.1f} ms"
+    lines = [
+        f"{profile.model} on {profile.device}: {counts}",
+        f"  always there: {format_bytes(profile.static_bytes)}; {rest}",
+    ]
+    for block in profile.blocks:
+        lines.append(f"  {block.kind}:")
+        lines += [f"    {_told(option)}" for option in block.options]
+    return "\n".join(lines)
+
+
+def format_plan(plan: Plan) -> str:
+    """What happens to which blocks, and what it costs."""
+    time = plan.predicted_time / plan.plain_time if plan.plain_time else 1.0
+    plain = f"(without a plan {format_bytes(plan.plain_peak)})"
+    lines = [
+        f"Plan for {plan.model} within {format_bytes(plan.budget)}",
+        f"  predicted peak  {format_bytes(plan.predicted_peak)} in {plan.peak_at} {plain}",
+        f"  predicted time  {plan.predicted_time * 1e3:.1f} ms a step ({time:.2f}x without a plan)",
+    ]
+    if plan.measured_peak is not None and plan.measured_time is not None:
+        lines.append(
+            f"  measured        {format_bytes(plan.measured_peak)}, "
+            f"{plan.measured_time * 1e3:.1f} ms a step"
+        )
+    groups: list[tuple[Option, str, list[str]]] = []
+    for path, kind, option in plan.blocks:
+        for known, name, paths in groups:
+            if known == option and name == kind:
+                paths.append(path)
+                break
+        else:
+            groups.append((option, kind, [path]))
+    for option, kind, paths in groups:
+        where = (
+            spanned(paths) if len({path.count(".") for path in paths}) == 1 else ", ".join(paths)
+        )
+        lines.append(f"  {where or kind}: {len(paths)} x {kind}: {_told(option)}")
+    return "\n".join(lines)
+
+
+def _told(option: Option) -> str:
+    moved = f", {format_bytes(option.bytes_moved)} moved" if option.bytes_moved else ""
+    return (
+        f"{option.describe()}: {format_bytes(option.bytes_held)} held{moved}, "
+        f"{option.seconds * 1e3:.2f} ms"
+    )

@@ -1,0 +1,92 @@
+"""What passes between measuring, choosing and applying: plain values, that print and compare."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a block, and what it costs."""
+
+    fate: str
+    """`keep` (plain), `recompute` (all of it), or `select` (op by op)."""
+    kept: tuple[int, ...] = ()
+    """With `select`: numbers of the ops whose results stay."""
+    offloaded: tuple[int, ...] = ()
+    """With `select`: numbers of the ops whose results go to host memory."""
+    bytes_held: int = 0
+    """What the forward leaves on the device, its output included."""
+    bytes_moved: int = 0
+    """What goes to host memory, and comes back."""
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    forward_peak: int = 0
+    """The most that the forward has on the device, above what was there before it."""
+    backward_peak: int = 0
+    """The most that the backward has on the device, above what was there before it."""
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+    def describe(self) -> str:
+        """In a few words."""
+        if self.fate != "select":
+            return self.fate
+        parts = []
+        if self.kept:
+            parts.append(f"keep {len(self.kept)} ops' results")
+        if self.offloaded:
+            parts.append(f"offload {len(self.offloaded)}")
+        return ", ".join([*parts, "recompute the rest"])
+
+
+@dataclass(frozen=True)
+class BlockProfile:
+    """What was measured of a block that occurs once or more."""
+
+    kind: str
+    signature: str
+    """What tells blocks apart: class, parameters, inputs."""
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured of a model's training step."""
+
+    model: str
+    device: str
+    batch: str
+    """The shapes of the batch."""
+    static_bytes: int
+    """Parameters, buffers, gradients, optimizer state: there all the time."""
+    before_bytes: int
+    """Activations when the first block begins."""
+    rest_peak: int
+    """The most that comes on top between the last block's forward and its backward."""
+    rest_seconds: float
+    """What a step takes outside its blocks."""
+    bytes_per_second: float
+    """To host memory and back; 0 if there is no way."""
+    blocks: tuple[BlockProfile, ...]
+    order: tuple[tuple[str, int], ...]
+    """The blocks as the forward runs them: path, and index into `blocks`."""
+
+    def options(self, position: int) -> tuple[Option, ...]:
+        """The menu at one place of the forward."""
+        return self.blocks[self.order[position][1]].options
+
+    def __str__(self) -> str:
+        from rekindle.budget.text import format_profile  # noqa: PLC0415
+
+        return format_profile(self)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a choice of options leads to."""
+
+    peak: int
+    seconds: float
+    at: str = field(default="", compare=False)
+    """Where in the step the peak is."""
