@@ -12,8 +12,9 @@ from rekindle.modules.blocks import blocks_of
 from rekindle.modules.forward import Way, put, take_away
 from rekindle.modules.wrappers import ActivationWrapper
 from rekindle.offload.context import Offload, offload
-from rekindle.policies import Policy, at
+from rekindle.policies import Policy
 from rekindle.selective.fates import Fate, fate_named
+from rekindle.selective.where import SelectiveCheckpointContext
 
 What = str | Policy | Offload
 """A fate by its name, a policy, or `rekindle.offload(...)` with options."""
@@ -42,36 +43,38 @@ class Applied:
 
 
 def format_applied(applied: Applied) -> str:
-    """The modules that have fates, as a tree; neighbours that are alike are one line."""
-    lines = [applied.model]
-    groups: list[tuple[str, list[Entry]]] = []
-    for entry in applied.entries:
-        general = patterns.generalized(entry.path)
-        for name, members in groups:
-            if name == general and _alike(members[0], entry):
-                members.append(entry)
-                break
-        else:
-            groups.append((general, [entry]))
-    for _, members in groups:
-        path = patterns.spanned([entry.path for entry in members])
+    """The modules that have fates, as a tree; those that are alike are one line."""
+    return "\n".join([applied.model, *_lines(None, applied.entries, 1)])
+
+
+def _lines(parents: list[Entry] | None, entries: tuple[Entry, ...], depth: int) -> list[str]:
+    """The lines of what is right below some modules."""
+    groups: dict[Any, list[Entry]] = {}
+    for entry in entries:
+        parent = _parent(entry, entries)
+        if (parent is None) if parents is None else (parent in parents):
+            key = patterns.generalized(entry.path), entry.kind, entry.what
+            groups.setdefault(key, []).append(entry)
+    lines = []
+    for members in groups.values():
         first = members[0]
+        path = patterns.spanned([entry.path for entry in members])
         count = f"{len(members)} x " if len(members) > 1 else ""
-        indent = "  " * (1 + _depth(first, applied.entries))
-        lines.append(f"{indent}{path or '(itself)'}: {count}{first.kind}: {_told(first.what)}")
-    return "\n".join(lines)
+        lines.append(
+            f"{'  ' * depth}{path or '(itself)'}: {count}{first.kind}: {_told(first.what)}"
+        )
+        lines += _lines(members, entries, depth + 1)
+    return lines
 
 
-def _alike(one: Entry, other: Entry) -> bool:
-    return (one.kind, one.what) == (other.kind, other.what)
-
-
-def _depth(entry: Entry, entries: tuple[Entry, ...]) -> int:
-    """How many of the entries this one is inside of."""
-    return sum(
-        other is not entry and (not other.path or entry.path.startswith(f"{other.path}."))
+def _parent(entry: Entry, entries: tuple[Entry, ...]) -> Entry | None:
+    """The nearest of the entries around one."""
+    around = [
+        other
         for other in entries
-    )
+        if other is not entry and (not other.path or entry.path.startswith(f"{other.path}."))
+    ]
+    return max(around, key=lambda other: len(other.path), default=None)
 
 
 def _told(what: What) -> str:
@@ -120,9 +123,14 @@ def apply(model: nn.Module, what: What | Mapping[str, What] | FatesForModel) -> 
     remove(model)
     for module, way in ways:
         put(module, way)
+    shown = {id(module): path for path, (module, _) in reversed(wanted.items())}
     return Applied(
         type(model).__name__,
-        tuple(Entry(path, type(m).__name__, what) for path, (m, what) in wanted.items()),
+        tuple(
+            Entry(path, type(module).__name__, what)
+            for path, (module, what) in wanted.items()
+            if shown[id(module)] == path
+        ),
     )
 
 
@@ -146,24 +154,41 @@ def _wanted(model: nn.Module, what: Any) -> _Wanted:
         if not isinstance(pattern, str):
             raise TypeError(f"A pattern is a string, but got {pattern!r}")
         _checked(fate)
-        if not any(patterns.matches(path, pattern) for path in modules):
-            raise patterns.no_match(pattern, modules)
+        _check_matches(pattern, modules)
     ordered = sorted(what, key=patterns.specificity, reverse=True)
     found: _Wanted = {}
-    by_module: dict[int, tuple[str, What]] = {}
     for path, module in modules.items():
         pattern = next((p for p in ordered if patterns.matches(path, p)), None)
-        if pattern is None:
-            continue
-        first = by_module.setdefault(id(module), (path, what[pattern]))
-        if first[1] != what[pattern]:
-            raise ValueError(
-                f"{first[0]} and {path} are one module, but it is given two fates: "
-                f"{_told(first[1])} and {_told(what[pattern])}"
-            )
-        if first[0] == path:
+        if pattern is not None and not _is_a_list(module):
             found[path] = module, what[pattern]
+    _check_shared(found)
     return found
+
+
+def _check_matches(pattern: str, modules: dict[str, nn.Module]) -> None:
+    named = [module for path, module in modules.items() if patterns.matches(path, pattern)]
+    if not named:
+        raise patterns.no_match(pattern, modules)
+    if all(map(_is_a_list, named)):
+        raise ValueError(
+            f"{pattern!r} names a list of modules, which is never called itself. "
+            f"Did you mean '{pattern}.*'?"
+        )
+
+
+def _is_a_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _check_shared(wanted: _Wanted) -> None:
+    first: dict[int, str] = {}
+    for path, (module, what) in wanted.items():
+        other = first.setdefault(id(module), path)
+        if wanted[other][1] != what:
+            raise ValueError(
+                f"{other} and {path} are one module, but it is given two fates: "
+                f"{_told(wanted[other][1])} and {_told(what)}"
+            )
 
 
 def _checked(what: Any) -> What:
@@ -181,18 +206,23 @@ def _checked(what: Any) -> What:
 def _refuse_what_is_checkpointed(model: nn.Module, wanted: _Wanted) -> None:
     """Say that a module is checkpointed already, rather than do it twice."""
     for path, (named, _) in wanted.items():
-        for module in named.modules():
+        around = [module for name, module in model.named_modules() if _is_around(name, path)]
+        for module in [*around, *named.modules()]:
             if isinstance(module, ActivationWrapper):
                 raise ValueError(
-                    f"{path or type(model).__name__} is, or contains, a module in a "
+                    f"{path or type(model).__name__} is, contains or is in a "
                     f"{type(module).__name__}: unwrap it, or leave it out"
                 )
-            if getattr(module, "gradient_checkpointing", False) is True and module.training:
+            if getattr(module, "gradient_checkpointing", False) is True:
                 raise ValueError(
-                    f"{path or type(model).__name__} has its own checkpointing turned on "
+                    f"{path or type(model).__name__} is checkpointed by the model itself "
                     f"({type(module).__name__}.gradient_checkpointing): call "
                     "gradient_checkpointing_disable() first"
                 )
+
+
+def _is_around(path: str, inner: str) -> bool:
+    return path != inner and (not path or inner.startswith(f"{path}."))
 
 
 _OFFLOADS = {
@@ -202,56 +232,115 @@ _OFFLOADS = {
 
 
 def _ways(wanted: _Wanted) -> list[tuple[nn.Module, Way]]:
-    """How each module runs: Note [A fate inside another]."""
-    ways: list[tuple[nn.Module, Way]] = []
-    inside: dict[str, list[tuple[str, What]]] = {}
-    for path, (_, what) in wanted.items():
-        around = _around(path, wanted)
-        if around is not None and what != "recompute":
-            inside.setdefault(around, []).append((path, what))
-    for path, (module, what) in wanted.items():
-        parts = inside.get(path, [])
-        if any(path == inner for inners in inside.values() for inner, _ in inners):
-            continue  # it is a part of a policy
-        if isinstance(what, Policy) or parts:
-            ways.append((module, _joined(what, parts)))
-        elif what == "recompute":
-            ways.append((module, None))
-        elif isinstance(what, Offload):
-            ways.append((module, what))
-        elif what != "keep":
-            ways.append((module, _OFFLOADS[what]))
-    return ways
+    """How each module runs, each once.
 
-
-def _around(path: str, wanted: _Wanted) -> str | None:
-    """The nearest module around that is recorded or recomputed, unless one in between is not.
-
-    Note [A fate inside another]. Inside a module that is recomputed, or has a policy, other fates
-    are a matter of that module's policy: it drops what they would keep. Inside one that is
-    offloaded, or kept, a region is a region: what it holds is offloaded, or kept.
+    Note [A fate inside another]. Inside modules that are recomputed, or have a policy, other fates
+    are a matter of their policies: they drop what is not kept. Inside one that is offloaded a
+    region is a region, and what is kept is kept from it.
     """
-    while path:
-        path = path.rpartition(".")[0]
-        if path in wanted:
-            what = wanted[path][1]
-            if isinstance(what, Policy) or what == "recompute":
-                return path
-            return _around(path, wanted)
-    return None
+    ways: dict[int, tuple[nn.Module, Way]] = {}
+    for path, (module, what) in wanted.items():
+        around = [outer for outer in wanted if _is_around(outer, path)]
+        is_part = any(_is_a_region(wanted[outer][1]) for outer in around)
+        if is_part and what != "recompute":
+            continue
+        parts = [
+            (inner.removeprefix(f"{path}.") if path else inner, part)
+            for inner, (_, part) in wanted.items()
+            if _is_around(path, inner) and part != "recompute"
+        ]
+        is_offloaded = any(_is_offload(wanted[outer][1]) for outer in around)
+        way = _way(what, parts, is_offloaded)
+        if way is not None:
+            ways[id(module)] = module, way
+    return list(ways.values())
 
 
-def _joined(what: What, parts: list[tuple[str, What]]) -> Policy:
+def _is_offload(what: What) -> bool:
+    return isinstance(what, Offload) or what in _OFFLOADS
+
+
+def _is_a_region(what: What) -> bool:
+    return isinstance(what, Policy) or what == "recompute"
+
+
+def _way(what: What, parts: list[tuple[str, What]], is_offloaded: bool) -> Way | None:
+    """How a module with some parts runs; None for as it is."""
+    if isinstance(what, Policy) or (what == "recompute" and parts):
+        own = what if isinstance(what, Policy) else policies.recompute()
+        return _joined(own, parts)
+    if isinstance(what, Offload):
+        return what
+    if what == "keep":
+        return "keep" if is_offloaded else None
+    return "recompute" if what == "recompute" else _OFFLOADS[what]
+
+
+def _joined(own: Policy, parts: list[tuple[str, What]]) -> Policy:
     """One policy for a module and the parts of it that have fates of their own."""
     joined: Policy | None = None
     for path, part in sorted(parts, key=lambda part: -part[0].count(".")):
-        policy = at(path, part if isinstance(part, Policy) else _as_fate(part))
+        policy = Part(path, _as_policy(path, part))
         joined = policy if joined is None else joined | policy
-    own = what if isinstance(what, Policy) else policies.recompute()
     return own if joined is None else joined | own
 
 
-def _as_fate(what: Any) -> str:
-    if isinstance(what, Offload):
-        return Fate.SPILL.value if what.options.tier == "disk" else Fate.OFFLOAD.value
-    return fate_named(what).value
+def _as_policy(path: str, part: Any) -> Policy:
+    if isinstance(part, Policy):
+        return part | policies.recompute()
+    if isinstance(part, Offload):
+        return _offload_policy(path, part)
+    return {
+        "keep": policies.keep(),
+        "offload": policies.offload(),
+        "spill": policies.spill(),
+    }[part]
+
+
+def _offload_policy(path: str, part: Offload) -> Policy:
+    """What `rekindle.offload(...)` stands for inside a region; there it has fewer options."""
+    options = part.options
+    usual = offload(
+        tier=options.tier, quota=1.0, min_bytes=options.min_bytes, derive=options.derive
+    )
+    if part != usual:
+        raise ValueError(
+            f"{path} is inside a module that is recomputed or has a policy: there, of the options "
+            f"of offload only tier and min_bytes count, but got {part!r}"
+        )
+    return Larger(size, "spill" if tier == "disk" else "offload")
+
+
+@dataclass(frozen=True)
+class Larger(Policy):
+    """A fate for results from a size on; smaller ones are kept."""
+
+    min_bytes: int
+    then: str
+
+    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+        return fate_named(self.then) if ctx.nbytes >= self.min_bytes else Fate.KEEP
+
+
+@dataclass(frozen=True)
+class Part(Policy):
+    """A policy for a part of the module whose forward is the region, by its path from there."""
+
+    path: str
+    then: Policy
+
+    def _is_there(self, ctx: SelectiveCheckpointContext) -> bool:
+        path = ctx.path_in_region
+        return path is not None and (path == self.path or path.startswith(f"{self.path}."))
+
+    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+        return self.then.fate(ctx) if self._is_there(ctx) else None
+
+    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:
+        return self.then.fate_of_name(name, ctx) if self._is_there(ctx) else None
+
+    def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:
+        return self._is_there(ctx) and self.then.keeps_inputs(ctx)
+
+    def __repr__(self) -> str:
+        return f"<in {self.path}: {self.then!r}>"

@@ -21,23 +21,32 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _collect(module: nn.Module, path: str, found: dict[str, nn.Module]) -> None:
-    children = [(f"{path}.{name}" if path else name, child) for name, child in _children(module)]
-    if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-        kinds = Counter(type(child) for _, child in children)
+    children = {
+        f"{path}.{name}" if path else name: child
+        for name, child in module._modules.items()
+        if child is not None and not any(child is block for block in found.values())
+    }
+    if isinstance(module, _LISTS):
+        kinds = Counter(type(child) for child in module._modules.values())
         blocks = {
-            name: child for name, child in children if kinds[type(child)] > 1 and _is_a_block(child)
+            name: child
+            for name, child in children.items()
+            if kinds[type(child)] > 1 and _is_a_block(child)
         }
-        found.update(blocks)
-        children = [(name, child) for name, child in children if name not in blocks]
-    for name, child in children:
+        for name, child in blocks.items():
+            if not any(child is block for block in found.values()):
+                found[name] = child
+        children = {name: child for name, child in children.items() if name not in blocks}
+    for name, child in children.items():
         _collect(child, name, found)
 
 
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, child) for name, child in module.named_children() if child is not None]
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def _is_a_block(module: nn.Module) -> bool:
-    """Whether it does more than one thing, and learns: a lone linear layer is no block."""
+    """Whether it is called, has parts, and learns: a lone linear layer is no block."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
     has_parts = any(True for _ in module.children())
     return has_parts and any(True for _ in module.parameters())

@@ -4,19 +4,24 @@ It sits in the module's own `__dict__`, where `nn.Module` looks first: class, na
 are as before, and hooks run around it, once. A copy or a pickle of the module has one of its own.
 """
 
+import copy
+import functools
 import inspect
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
+from typing import Any, Literal
+from weakref import ref
 
+import torch
 from torch import nn
 
 from rekindle.checkpoint import checkpoint
-from rekindle.offload.context import Offload
+from rekindle.offload.context import Offload, kept
 from rekindle.policies import Policy
 
-Way = Policy | Offload | None
-"""How a module runs: under a policy, offloaded, or recomputed as a whole (None)."""
+Way = Policy | Offload | Literal["recompute", "keep"]
+"""How a module runs: under a policy, offloaded, recomputed as a whole, or kept as nothing around it
+keeps."""
 
 _OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
 
@@ -25,51 +30,102 @@ class Forward:
     """A module's forward, run as a region or offloaded."""
 
     def __init__(self, module: nn.Module, way: Way, own: Callable[..., Any] | None = None) -> None:
-        self.__self__ = module
+        self._module = ref(module)  # weakly: a model should go without the garbage collector
         self.way = way
         self.own = own
         """What the module itself had in place of its class's forward."""
+        self.is_on = True
+        """Turned off by `remove`, also where somebody has wrapped it since."""
+        functools.update_wrapper(self, self.__wrapped__, updated=())
+
+    @property
+    def __self__(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "its module calls it"
+        return module
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward as it was."""
-        if self.own is not None:
-            return self.own
-        forward: Callable[..., Any] = type(self.__self__).forward.__get__(self.__self__)
-        return forward
+        return self.own if self.own is not None else _own_forward(self.__self__)
+
+    @__wrapped__.setter
+    def __wrapped__(self, _: Any) -> None:
+        pass
 
     @property
     def __func__(self) -> Any:
         return getattr(self.__wrapped__, "__func__", self.__wrapped__)
 
     @property
-    def __name__(self) -> str:
-        return "forward"
+    def __code__(self) -> Any:
+        return self.__func__.__code__
 
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.__wrapped__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.__wrapped__
         way = self.way
-        if isinstance(way, Offload):
-            with way:
+        if torch.compiler.is_compiling():
+            forward = self.own or _traceable(self.__self__)
+            if not self.is_on or way == "keep" or isinstance(way, Offload):
+                return forward(*args, **kwargs)  # their hooks are not for a compiler
+        else:
+            forward = self.__wrapped__
+            if not self.is_on:
                 return forward(*args, **kwargs)
-        if kwargs.keys() & _OPTIONS:  # the module's own, not ours
-            forward, kwargs = partial(forward, **kwargs), {}
-        if way is None:
-            return checkpoint(forward, *args, **kwargs)
-        return checkpoint(forward, *args, context_fn=way, **kwargs)
+            if way == "keep" or isinstance(way, Offload):
+                with kept() if way == "keep" else way:
+                    return forward(*args, **kwargs)
+        options: dict[str, Any] = {"context_fn": way} if isinstance(way, Policy) else {}
+        if any(name in _OPTIONS for name in kwargs):  # the module's own, not ours
+            call = _with_keywords(forward, tuple(kwargs))
+            return checkpoint(call, *kwargs.values(), *args, **options)
+        return checkpoint(forward, *args, **options, **kwargs)
 
     def __reduce__(self) -> Any:
         return Forward, (self.__self__, self.way, self.own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Forward":
+        module = copy.deepcopy(self.__self__, memo)
+        return Forward(module, self.way, copy.deepcopy(self.own, memo))
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a module's class, bound to the module."""
+    forward = inspect.getattr_static(type(module), "forward")
+    if isinstance(forward, FunctionType):
+        return MethodType(forward, module)
+    bound: Callable[..., Any] = forward.__get__(module, type(module))
+    return bound
+
+
+def _traceable(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a module's class, as a function that Dynamo can look into."""
+    function = type(module).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
+
+    return forward
+
+
+def _with_keywords(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """The same with some keyword arguments given by position, first."""
+
+    @functools.wraps(forward)
+    def call(*values: Any) -> Any:
+        keywords = dict(zip(names, values, strict=False))
+        return forward(*values[len(names) :], **keywords)
+
+    return call
 
 
 def forward_of(module: nn.Module) -> Forward | None:
     """What stands in the place of a module's forward, if anything of ours does."""
     found = vars(module).get("forward")
-    return found if isinstance(found, Forward) and found.__self__ is module else None
+    return found if isinstance(found, Forward) else None
 
 
 def put(module: nn.Module, way: Way) -> None:
@@ -78,11 +134,32 @@ def put(module: nn.Module, way: Way) -> None:
 
 
 def take_away(module: nn.Module) -> None:
-    """Put back what was there."""
+    """Put back what was there; one that somebody has wrapped since is turned off."""
     forward = forward_of(module)
     if forward is None:
+        for wrapped in _wrapped_in(vars(module).get("forward")):
+            wrapped.is_on = False
         return
+    forward.is_on = False
     if forward.own is None:
         del vars(module)["forward"]
     else:
         vars(module)["forward"] = forward.own
+
+
+def _wrapped_in(function: Any) -> Iterator[Forward]:
+    """What of ours a function that somebody put around it holds."""
+    seen: set[int] = set()
+    stack = [function]
+    while stack:
+        held = stack.pop()
+        if held is None or id(held) in seen:
+            continue
+        seen.add(id(held))
+        if isinstance(held, Forward):
+            yield held
+        elif callable(held):
+            cells = getattr(held, "__closure__", None) or ()
+            stack += [cell.cell_contents for cell in cells]
+            stack += [getattr(held, name, None) for name in ("__wrapped__", "func", "__func__")]
+            stack += list(getattr(held, "args", ()))

@@ -5,6 +5,7 @@ A pattern is a path with the wildcards of file names within its parts (`layers.*
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
@@ -22,11 +23,13 @@ def _match(parts: list[str], wanted: list[str]) -> bool:
     return bool(parts) and fnmatchcase(parts[0], wanted[0]) and _match(parts[1:], wanted[1:])
 
 
-def specificity(pattern: str) -> tuple[int, int, int]:
-    """Sorts patterns: more parts are more specific, then more of them without wildcards."""
+def specificity(pattern: str) -> tuple[int, ...]:
+    """Sorts patterns: more parts are more specific, then parts without wildcards, then letters."""
     parts = pattern.split(".")
     exact = sum(not any(c in part for c in "*?[") for part in parts)
-    return len([part for part in parts if part != "**"]), exact, -parts.count("**")
+    letters = len(re.sub(r"\[[^]]*\]|[*?.]", "", pattern))
+    count = len([part for part in parts if part != "**"])
+    return count, exact, letters, -pattern.count("*"), -parts.count("**")
 
 
 def no_match(pattern: str, paths: Iterable[str]) -> ValueError:
@@ -47,9 +50,11 @@ def generalized(path: str) -> str:
 
 
 def spanned(paths: list[str]) -> str:
-    """Paths that differ in numbers alone as one: `layers.0-7.mlp`."""
-    parts = zip(*(path.split(".") for path in paths), strict=True)
-    return ".".join(_span(list(dict.fromkeys(part))) for part in parts)
+    """Paths that differ in one number alone as one, `layers.0-7.mlp`; others as they are."""
+    parts = [list(dict.fromkeys(part)) for part in zip(*(p.split(".") for p in paths), strict=True)]
+    if sum(len(part) > 1 for part in parts) > 1:
+        return ", ".join(paths)
+    return ".".join(map(_span, parts))
 
 
 def _span(parts: list[str]) -> str:

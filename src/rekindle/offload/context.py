@@ -4,7 +4,8 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Self, TypeVar
 
@@ -143,6 +144,19 @@ class Offload:
         del values["is_share"]
         given = ", ".join(f"{name}={value!r}" for name, value in values.items())
         return f"rekindle.offload({given})"
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Inside, activations stay where they are, whatever offloads around."""
+    is_hooked = func_transform() is None
+    if is_hooked:
+        push_hooks(Kept, unpack)
+    try:
+        yield
+    finally:
+        if is_hooked:
+            pop_hooks()
 
 
 class Engine:

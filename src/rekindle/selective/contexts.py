@@ -8,6 +8,7 @@ forward, and in the replay the op does not run and gives that result again.
 
 from collections import defaultdict
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ class _InTorchsWords:
 class Counter:
     """The state of one call of a region, as far as policies are told of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, region: Any = None) -> None:
+        self._region = None if region is None else ref(region)
         self._state: dict[Any, Any] = {}
         self._seen: defaultdict[int, int] = defaultdict(int)
         self.number = -1
@@ -77,6 +79,7 @@ class Counter:
             op=op,
             index=index,
             number=self.number,
+            region=None if self._region is None else self._region(),
             state=self._state,
             args=args,
             kwargs=kwargs,

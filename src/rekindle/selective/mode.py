@@ -81,13 +81,13 @@ class RecordMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, policy: "Policy", hooks: Hooks | None) -> None:
+    def __init__(self, policy: "Policy", hooks: Hooks | None, region: Any = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._policy = policy
         self._hooks = hooks
         self.book = Book(hooks)
         self._ops = _remembered(policy)
-        self._counter = Counter()
+        self._counter = Counter(region)
         self._fake = fake_mode(FAKE)
         self._tiers: set[Fate] = set()
 

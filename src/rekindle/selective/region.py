@@ -39,7 +39,8 @@ class Region:
         self, policy: "Policy", function: Callable[..., Any], checks_values: bool = False
     ) -> None:
         self._checks_values = checks_values
-        self._mode = RecordMode(policy, top_hooks(False))
+        self.function = function
+        self._mode = RecordMode(policy, top_hooks(False), self)
         self._lock = RLock()
         self._made: list[ref[Value]] = []
         self._task = -1

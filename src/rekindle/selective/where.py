@@ -38,6 +38,7 @@ class SelectiveCheckpointContext(TorchSelectiveContext):
         op: Any = None,
         index: int = 0,
         number: int = -1,
+        region: Any = None,
         state: dict[Any, Any] | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -51,6 +52,8 @@ class SelectiveCheckpointContext(TorchSelectiveContext):
         """How often this op ran before in this call of the region."""
         self.number = number
         """How many ops ran before in this call of the region, of those that can be run again."""
+        self.region = region
+        """The region's own: nothing for a policy to use."""
         self.state: dict[Any, Any] = {} if state is None else state
         """For the policy to write to; a new one for each call of a region."""
 
@@ -58,6 +61,11 @@ class SelectiveCheckpointContext(TorchSelectiveContext):
     def module_path(self) -> str:
         """The path of the module that runs, from the outermost that does, as in `layers.3.mlp`."""
         return module_path()
+
+    @functools.cached_property
+    def path_in_region(self) -> str | None:
+        """The path of the module that runs from the region's own module; None if it has none."""
+        return None if self.region is None else path_in(self.region)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -130,6 +138,20 @@ def module_path() -> str:
         if region is not None and depth < len(modules):
             region.path = _joined(above, modules[depth:]), ref(modules[depth])
     return _joined(above, modules)
+
+
+def path_in(region: Any) -> str | None:
+    """The path of the module that is being called, from the module whose forward a region runs."""
+    root = getattr(region.function, "__self__", None)
+    if not isinstance(root, nn.Module):
+        return None
+    modules: list[nn.Module] = []
+    for frame in _stack():
+        if frame.f_code is _CALL:
+            modules.append(frame.f_locals["self"])
+        elif frame.f_code in forwards and frame.f_locals.get("region") is region:
+            return _joined("", [*modules, root])
+    return None
 
 
 def _joined(above: str, modules: list[nn.Module]) -> str:
