@@ -11,6 +11,7 @@ import doctest
 import io
 import linecache
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +83,10 @@ def same_output(expected: str, printed: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def left_as_found() -> Iterator[None]:
-    """A page may patch torch for good, and seeds as it likes."""
+    """A page may patch torch for good, and seeds as it likes; accelerate knows of no other test."""
     before = torch.get_rng_state()
+    if sys.modules.get("accelerate"):
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
     yield
     torch.set_rng_state(before)
     for each in list(patch._active):

@@ -55,11 +55,18 @@ class Forward:
 
     @property
     def __func__(self) -> Any:
-        return getattr(self.__wrapped__, "__func__", self.__wrapped__)
+        """What somebody wraps and binds anew, as accelerate does: with what stands here."""
+
+        @functools.wraps(self)
+        def forward(_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        return forward
 
     @property
     def __code__(self) -> Any:
-        return self.__func__.__code__
+        wrapped = self.__wrapped__
+        return getattr(wrapped, "__func__", wrapped).__code__
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -1,0 +1,163 @@
+"""Budgets against torch's own checkpointing, whole decoder: `scripts/bench budget --shape all`.
+
+Time and activation peak of a forward and backward, relative to plain eager in the same run: torch's
+full and selective checkpointing, and plans of ours for shares of the plain activation peak. What a
+plan predicted stands beside what was measured.
+"""
+
+import argparse
+import os
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+import rekindle
+from benchmarks.decoder import SHAPES, Shape, plain
+from benchmarks.measure import environment, format_table, interleaved, save_json
+from benchmarks.recompute import by_block
+from benchmarks.strategies import TORCH_SELECTIVE, torch_full, torch_selective
+from benchmarks.workload import Comparison, Forward, Workload
+
+SHARES = (0.7, 0.5, 0.35, 0.2)
+LEAST = "rekindle, the least"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One strategy on one shape."""
+
+    shape: str
+    strategy: str
+    milliseconds: float
+    time_ratio: float
+    peak_mib: float | None
+    peak_ratio: float | None
+    predicted_time_ratio: float | None
+    predicted_peak_ratio: float | None
+    gradients_identical: bool
+    rounds: int
+
+
+def planned(work: Workload, plan: "rekindle.Plan") -> Forward:
+    """The forward of the decoder under a plan, applied just for it."""
+
+    def forward(decoder: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = decoder(x)
+        return out
+
+    def run(decoder: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        rekindle.apply(work.decoder, plan)
+        try:
+            return forward(decoder, x)
+        finally:
+            rekindle.remove(work.decoder)
+
+    return run
+
+
+def measure(shape: Shape, device: str, seconds: float) -> tuple[list[Result], float, float]:
+    work = Workload(shape, device)
+    comparison = Comparison(work)
+    for leaf in work.leaves:
+        assert leaf.grad is not None, "the workload made one"
+        leaf.grad.zero_()
+    start = time.perf_counter()
+    profile = rekindle.profile(work.decoder, lambda: work.decoder(work.x).sum())
+    profiled = time.perf_counter() - start
+    start = time.perf_counter()
+    base = profile.static_bytes
+    points = rekindle.frontier(profile, 2)
+    plain_time = points[0].seconds
+    plain_peak = points[0].peak - base
+    plans = {
+        f"rekindle, {share}": rekindle.solve(profile, f"{share:.0%}")
+        for share in SHARES
+        if base + share * plain_peak >= points[-1].peak
+    }
+    plans[LEAST] = points[-1].plan
+    solved = time.perf_counter() - start
+    print(profile)
+    for name, plan in plans.items():
+        print(name, plan)
+    strategies: dict[str, Forward] = {
+        "plain": by_block(plain),
+        "torch": by_block(torch_full),
+        TORCH_SELECTIVE: by_block(torch_selective),
+    } | {name: planned(work, plan) for name, plan in plans.items()}
+    identical = {name: comparison.is_identical(run) for name, run in strategies.items()}
+    candidates = {name: partial(work.step, forward) for name, forward in strategies.items()}
+    times = interleaved(candidates, seconds=seconds, synchronize=work.synchronize)
+    peaks = {name: work.peak(run) for name, run in strategies.items()}
+    top = peaks["plain"]
+    found = []
+    for name, taken in times.items():
+        peak, plan = peaks[name], plans.get(name)
+        found.append(
+            Result(
+                shape=shape.name,
+                strategy=name,
+                milliseconds=round(median(taken) * 1e3, 3),
+                time_ratio=round(median(taken) / median(times["plain"]), 3),
+                peak_mib=None if peak is None else round(peak / 2**20, 1),
+                peak_ratio=None if peak is None or top is None else round(peak / top, 3),
+                predicted_time_ratio=plan and round(plan.predicted_time / plain_time, 3),
+                predicted_peak_ratio=plan and round((plan.predicted_peak - base) / plain_peak, 3),
+                gradients_identical=identical[name],
+                rounds=len(taken),
+            )
+        )
+    return found, profiled, solved
+
+
+def format_results(results: list[Result]) -> str:
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    rows = [
+        [
+            r.strategy,
+            f"{r.milliseconds:.2f}",
+            shown(r.time_ratio),
+            shown(r.predicted_time_ratio),
+            shown(r.peak_ratio),
+            shown(r.predicted_peak_ratio),
+            "yes" if r.gradients_identical else "no",
+        ]
+        for r in results
+    ]
+    heads = ["strategy", "ms", "time", "predicted", "peak", "predicted", "gradients identical"]
+    return format_table(heads, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Budgets against torch's own checkpointing.")
+    parser.add_argument("--shape", choices=[*SHAPES, "all"], default="tiny", help="(%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results here")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each shape (%(default)s)")
+    options = parser.parse_args()
+
+    # cuBLAS reads this when it starts, and has no deterministic mode without it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = ["8b", "1b"] if options.shape == "all" else [options.shape]
+    if device == "cpu" and names != ["tiny"]:
+        parser.error("without a GPU only --shape tiny can be measured")
+    if device == "cpu":
+        torch.set_num_threads(1)
+    print(", ".join(f"{key} {value}" for key, value in environment(device).items()))
+    results: list[Result] = []
+    for name in names:
+        found, profiled, solved = measure(SHAPES[name], device, options.seconds)
+        print(f"\n{SHAPES[name]}: profiled in {profiled:.1f} s, solved in {solved:.1f} s")
+        print(format_results(found), flush=True)
+        results += found
+    if options.json:
+        save_json(options.json, "budget", [asdict(result) for result in results], device)
+
+
+if __name__ == "__main__":
+    main()

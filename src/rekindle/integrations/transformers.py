@@ -1,0 +1,111 @@
+"""Models and the `Trainer` of transformers.
+
+`gradient_checkpointing_enable()` and `TrainingArguments(gradient_checkpointing=True)` need none of
+this: after `rekindle.patch_torch()` they run on rekindle.
+"""
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+import rekindle
+from rekindle.integrations import What, library
+
+transformers = library("transformers")
+_layers = library("transformers.modeling_layers")
+_TrainerCallback: Any = transformers.TrainerCallback
+
+_CACHE_OFF = "_rekindle_cache_off"
+
+
+def apply(model: nn.Module, what: What = "recompute") -> rekindle.Applied:
+    """As `rekindle.apply`, by what a model declares, and without a cache of keys while it trains.
+
+    The blocks are the layers that `gradient_checkpointing_enable()` would checkpoint, else those
+    that the model does not let be split across devices, else those that rekindle finds.
+
+    >>> config = transformers.GPT2Config(n_embd=8, n_head=2, n_layer=3, vocab_size=16)
+    >>> model = transformers.GPT2LMHeadModel(config)
+    >>> apply(model)
+    GPT2LMHeadModel
+      transformer.h.0-2: 3 x GPT2Block: recompute
+    >>> remove(model)
+    """
+    if isinstance(model, nn.Module) and not isinstance(what, Mapping):
+        what = dict.fromkeys(_declared(model), what) or what
+    applied = rekindle.apply(model, what)
+    _let_cache(model)
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            _forbid_cache(module)
+    return applied
+
+
+def remove(model: nn.Module) -> None:
+    """Undo `apply`."""
+    rekindle.remove(model)
+    _let_cache(model)
+
+
+class Callback(_TrainerCallback):  # type: ignore[misc]
+    """Gives a model's activations their fates while a `Trainer` trains it.
+
+    >>> from rekindle import policies
+    >>> callbacks = [Callback(policies.keep_matmuls_and_attention)]  # Trainer(callbacks=callbacks)
+    """
+
+    def __init__(self, what: What = "recompute") -> None:
+        self.what = what
+
+    def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        apply(model, self.what)
+
+    def on_train_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        remove(model)
+
+
+def _declared(model: nn.Module) -> list[str]:
+    """The paths of the blocks that a model declares, the outermost ones."""
+    found = _outermost(model, lambda module: isinstance(module, _layers.GradientCheckpointingLayer))
+    if found:
+        return found
+    kinds: set[str] = set()
+    for module in model.modules():
+        kinds.update(getattr(module, "_no_split_modules", None) or ())
+    return _outermost(model, lambda module: type(module).__name__ in kinds)
+
+
+def _outermost(model: nn.Module, is_one: Any) -> list[str]:
+    found: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
+        if not inside and is_one(module):
+            found.append(path)
+    return found
+
+
+def _forbid_cache(module: nn.Module) -> None:
+    """A replay would write to the cache again; transformers' own switch turns it off too."""
+    names = list(inspect.signature(type(module).forward).parameters)
+    if "use_cache" in names:
+        hook = partial(_without_cache, names.index("use_cache") - 1)  # less self
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+        vars(module)[_CACHE_OFF] = handle
+
+
+def _without_cache(position: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not module.training:
+        return None
+    if len(args) > position:
+        return (*args[:position], False, *args[position + 1 :]), kwargs
+    return args, {**kwargs, "use_cache": False}
+
+
+def _let_cache(model: nn.Module) -> None:
+    for module in model.modules():
+        handle = vars(module).pop(_CACHE_OFF, None)
+        if handle is not None:
+            handle.remove()
