@@ -336,19 +336,60 @@ class _Run:
             return held, forward_peak, meter.peak() - before + (before - held)
 
     def _once(self) -> tuple[float, float]:
+        """Seconds of a forward and of a backward, as they take in the middle of a step."""
         args, kwargs = self._inputs()
-        start = _now(self._device)
+        begin = Stopwatch(self._device)
         out = self._block(*args, **kwargs)
-        middle = _now(self._device)
+        middle = begin.lap()
         outs, grads = _seeds(out)
-        begin = _now(self._device)
+        middle.restart()
         torch.autograd.backward(outs, grads)
-        return middle - start, _now(self._device) - begin
+        end = middle.lap()
+        return begin.seconds(middle), middle.seconds(end)
 
 
 def _seeds(out: Any) -> tuple[list[Tensor], list[Tensor]]:
     outs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
     return outs, [torch.ones_like(t) for t in outs]
+
+
+class Stopwatch:
+    """Times work as it takes when the host runs ahead of the device: the longer of the two.
+
+    In the middle of a step the device has work queued, so a host that is slower for a moment is not
+    felt. Alone, a block would wait for the host at every op. So the device is kept busy first.
+    """
+
+    def __init__(self, device: torch.device, busy: bool = True) -> None:
+        self._device = device
+        self._host = 0.0
+        self._mark: Any = None
+        if device.type == "cuda" and busy:
+            torch.cuda.synchronize(device)
+            torch.cuda._sleep(_HEAD_START)
+        self.restart()
+
+    def restart(self) -> None:
+        self._host = time.perf_counter()
+        if self._device.type == "cuda":
+            self._mark = torch.cuda.Event(enable_timing=True)
+            self._mark.record()
+
+    def lap(self) -> "Stopwatch":
+        """Another, that begins now."""
+        return Stopwatch(self._device, busy=False)
+
+    def seconds(self, end: "Stopwatch") -> float:
+        """From the one to the other; waits for the device."""
+        host = end._host - self._host
+        if self._device.type != "cuda":
+            return host
+        torch.cuda.synchronize(self._device)
+        return max(host, float(self._mark.elapsed_time(end._mark)) / 1e3)
+
+
+_HEAD_START = 200_000_000
+"""Cycles, about a tenth of a second."""
 
 
 def _now(device: torch.device) -> float:

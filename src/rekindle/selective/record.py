@@ -81,6 +81,13 @@ class Held:
         if self._unpack is not None:
             return self._unpack(self._packed)
         tensor: Tensor = self._packed
+        if isinstance(tensor, nn.Parameter) and _is_let_go(tensor):
+            raise CheckpointError(
+                f"A parameter, {tensor.dtype} {list(tensor.shape)}, has no memory any more: it was "
+                "sharded again after the region used it, and what the region has to make again "
+                "depends on it. Shard the region as one unit, so that it is gathered for its "
+                "backward, or keep the op that uses the parameter."
+            )
         if version_of(tensor) != self.version:
             raise CheckpointError(
                 f"{_told(self.maker)}, {tensor.dtype} {list(tensor.shape)}, was changed in place "
@@ -89,6 +96,14 @@ class Held:
                 "What the region has to make again depends on it. Change a clone of it instead."
             )
         return tensor
+
+
+def _is_let_go(parameter: Tensor) -> bool:
+    """Whether a parameter's memory was given back, as FSDP does."""
+    try:
+        return parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def _told(maker: Any) -> str:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from rekindle import observation
-from rekindle.emptying import empty_when_backward_ends
+from rekindle.emptying import empty_when_backward_ends, empty_when_group_dies
 from rekindle.errors import CheckpointError
 from rekindle.internals import (
+    exec_group,
     graph_task_id,
     keep_graph,
     pop_hooks,
@@ -43,7 +44,7 @@ class Region:
         self._mode = RecordMode(policy, top_hooks(False), self)
         self._lock = RLock()
         self._made: list[ref[Value]] = []
-        self._task = -1
+        self._emptied_after: tuple[str, int] | None = None
         self._saved: list[tuple[ref[Value], observation.Footprint]] = []
         self._watch: observation.Watch | None = None
         if observation.active and not recomputing.get():
@@ -119,27 +120,30 @@ class Region:
             return tensor
 
     def _make(self, value: Value, made: list[Value]) -> Tensor:
-        task = graph_task_id()
-        for_good = task != -1 and not keep_graph() and runs_whole_graph()
+        task, group = graph_task_id(), exec_group()
+        for_good = task != -1 and group is None and not keep_graph() and runs_whole_graph()
         ops = make(value, made, for_good)
         if observation.active and self._watch is not None:
-            self._watch.replayed(ops, again=task == self._replayed_in)
-        self._replayed_in = task
+            self._watch.replayed(ops, again=self._replayed_in == _occasion(task, group))
+        self._replayed_in = _occasion(task, group)
         tensor = value.now
         assert tensor is not None, "the last call made it"
         return tensor
 
-    _replayed_in = -2
-    """The backward in which something was made again."""
+    _replayed_in: tuple[str, int] | None = None
+    """The backward, or the exec group, in which something was made again."""
 
     def _empty_in_time(self) -> None:
         """See to it that what was made is let go when the backward ends; at once, if none runs."""
-        task = graph_task_id()
+        task, group = graph_task_id(), exec_group()
         if task == -1:
             self.empty()
-        elif task != self._task:
-            self._task = task
-            empty_when_backward_ends(self)
+        elif self._emptied_after != _occasion(task, group):
+            self._emptied_after = _occasion(task, group)
+            if group is None:
+                empty_when_backward_ends(self)
+            else:
+                empty_when_group_dies(group, self)
 
     def empty(self) -> None:
         """A backward has ended: let go of what was made for it."""
@@ -149,6 +153,11 @@ class Region:
                 if value is not None:
                     value.now = None
             self._made = []
+
+
+def _occasion(task: int, group: Any) -> tuple[str, int]:
+    """Who shares what was made: the nodes of one backward, or of the calls of one exec group."""
+    return ("backward", task) if group is None else ("group", id(group))
 
 
 class _Slot:
