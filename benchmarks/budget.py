@@ -17,7 +17,7 @@ import torch
 
 import rekindle
 from benchmarks.decoder import SHAPES, Shape, plain
-from benchmarks.measure import environment, format_table, interleaved, save_json
+from benchmarks.measure import Timings, environment, format_table, interleaved, save_json
 from benchmarks.recompute import by_block
 from benchmarks.strategies import TORCH_SELECTIVE, torch_full, torch_selective
 from benchmarks.workload import Comparison, Forward, Workload
@@ -45,18 +45,24 @@ class Result:
 def planned(work: Workload, plan: "rekindle.Plan") -> Forward:
     """The forward of the decoder under a plan, applied just for it."""
 
-    def forward(decoder: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = decoder(x)
-        return out
-
     def run(decoder: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         rekindle.apply(work.decoder, plan)
         try:
-            return forward(decoder, x)
+            out: torch.Tensor = decoder(x)
+            return out
         finally:
             rekindle.remove(work.decoder)
 
     return run
+
+
+def timed(work: Workload, strategies: dict[str, Forward], seconds: float) -> Timings:
+    candidates = {name: partial(work.step, forward) for name, forward in strategies.items()}
+    return interleaved(candidates, seconds=seconds, synchronize=work.synchronize)
+
+
+_LEARNING = 5
+"""Steps after which offload has learnt what it can."""
 
 
 def measure(shape: Shape, device: str, seconds: float) -> tuple[list[Result], float, float]:
@@ -83,15 +89,27 @@ def measure(shape: Shape, device: str, seconds: float) -> tuple[list[Result], fl
     print(profile)
     for name, plan in plans.items():
         print(name, plan)
-    strategies: dict[str, Forward] = {
+    theirs: dict[str, Forward] = {
         "plain": by_block(plain),
         "torch": by_block(torch_full),
         TORCH_SELECTIVE: by_block(torch_selective),
-    } | {name: planned(work, plan) for name, plan in plans.items()}
-    identical = {name: comparison.is_identical(run) for name, run in strategies.items()}
-    candidates = {name: partial(work.step, forward) for name, forward in strategies.items()}
-    times = interleaved(candidates, seconds=seconds, synchronize=work.synchronize)
-    peaks = {name: work.peak(run) for name, run in strategies.items()}
+    }
+    share = seconds / (1 + len(plans))
+    times = timed(work, theirs, share)
+    ratios = {name: median(taken) / median(times["plain"]) for name, taken in times.items()}
+    identical = {name: comparison.is_identical(run) for name, run in theirs.items()}
+    peaks = {name: work.peak(run) for name, run in theirs.items()}
+    for name, plan in plans.items():  # one at a time, as in training: offload learns its step
+        rekindle.apply(work.decoder, plan)
+        run = by_block(plain)
+        for _ in range(_LEARNING):
+            work.step(run)
+        identical[name] = comparison.is_identical(run)
+        peaks[name] = work.peak(run)
+        rekindle.remove(work.decoder)
+        pair = timed(work, {"plain": run, name: planned(work, plan)}, share)
+        times[name] = pair[name]
+        ratios[name] = median(pair[name]) / median(pair["plain"])
     top = peaks["plain"]
     found = []
     for name, taken in times.items():
@@ -101,7 +119,7 @@ def measure(shape: Shape, device: str, seconds: float) -> tuple[list[Result], fl
                 shape=shape.name,
                 strategy=name,
                 milliseconds=round(median(taken) * 1e3, 3),
-                time_ratio=round(median(taken) / median(times["plain"]), 3),
+                time_ratio=round(ratios[name], 3),
                 peak_mib=None if peak is None else round(peak / 2**20, 1),
                 peak_ratio=None if peak is None or top is None else round(peak / top, 3),
                 predicted_time_ratio=plan and round(plan.predicted_time / plain_time, 3),

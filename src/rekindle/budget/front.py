@@ -21,6 +21,8 @@ from rekindle.sizes import format_bytes, parse_bytes
 
 _log = logging.getLogger("rekindle")
 _TRIES = 4
+_LEARNING = 4
+"""Steps after which offload has learnt what it can."""
 
 
 class BudgetError(RekindleError):
@@ -187,8 +189,8 @@ def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tupl
     step = profiling.Step(model, batch)
     with profiling.untouched(model):
         apply(model, plan)
-        step()  # offload learns from its first steps
-        step()
+        for _ in range(_LEARNING if plan.offloads else 1):
+            step()
         known = [*model.parameters(), *model.buffers()]
         known += [p.grad for p in model.parameters() if p.grad is not None]
         known += [t for t in tree_leaves(batch) if isinstance(t, Tensor)]

@@ -53,6 +53,11 @@ class Plan:
                 raise ValueError(f"The plan has a {kind} at {path!r}, but the model has {found}")
         return {path: what_of(option) for path, _, option in self.blocks}
 
+    @property
+    def offloads(self) -> bool:
+        """Whether anything goes to host memory."""
+        return any(option.offloaded for _, _, option in self.blocks)
+
     def measured(self, peak: int, seconds: float) -> "Plan":
         """The plan, with what a step really took."""
         return replace(self, measured_peak=peak, measured_time=seconds)
