@@ -73,6 +73,21 @@ def _cell(result: dict[str, Any], key: str, form: str) -> str:
     return format(result[key], form) if is_counted else ""
 
 
+def budget(results: dict[str, Any], only: Sequence[str] | None = None) -> str:
+    """Time and activation peak under plans, times plain eager's, with what was predicted."""
+    shapes = list(dict.fromkeys(r["shape"] for r in results["results"]))
+    names = only or list(dict.fromkeys(r["strategy"] for r in results["results"]))
+    cells = {(r["strategy"], r["shape"]): r for r in results["results"]}
+    keys = ["time_ratio", "predicted_time_ratio", "peak_ratio", "predicted_peak_ratio"]
+    words = ["time", "predicted", "peak", "predicted"]
+    heads = ["budget (times plain)", *(f"{s} {word}" for s in shapes for word in words)]
+    rows = []
+    for name in names:
+        found = [cells.get((name, shape), {}).get(key) for shape in shapes for key in keys]
+        rows.append([name, *("" if value is None else f"{value:.2f}" for value in found)])
+    return table(heads, rows)
+
+
 def policies(results: dict[str, Any]) -> str:
     """What policies hold and replay in one block."""
     rows = [
@@ -99,16 +114,21 @@ def pages() -> dict[Path, str]:
     gpu = json.loads((RESULTS / "recompute-h200.json").read_text())
     moved = json.loads((RESULTS / "offload-h200.json").read_text())
     held = json.loads((RESULTS / "policies.json").read_text())
+    planned = json.loads((RESULTS / "budget-h200.json").read_text())
+    fourth = "scripts/bench budget --shape all"
     first, second = "scripts/bench overhead", "scripts/bench recompute --shape all"
     third = "scripts/bench offload --shape all"
     short = ["torch", "torch reentrant", "rekindle"]
+    selective = ["torch, keep matmuls and attention", "rekindle, keep matmuls and attention"]
     return {
         ROOT / "README.md": "\n\n".join(
             [
                 source(host, first),
                 overhead(host, short),
                 source(gpu, second),
-                recompute(gpu, ["plain", *short]),
+                recompute(gpu, ["plain", *short, *selective]),
+                source(planned, fourth),
+                budget(planned),
                 source(moved, third),
                 offload(moved, ["plain", "save_on_cpu", "auto", "share 0.5", "share 1.0"]),
             ]
@@ -122,6 +142,7 @@ def pages() -> dict[Path, str]:
                 policies(held),
             ]
         ),
+        ROOT / "docs" / "budget.md": "\n\n".join([source(planned, fourth), budget(planned)]),
         ROOT / "docs" / "offload.md": "\n\n".join([source(moved, third), offload(moved)]),
     }
 

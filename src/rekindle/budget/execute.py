@@ -16,8 +16,8 @@ class Numbered(Policy):
     offloaded: frozenset[int]
 
     def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
-        if ctx.number in self.offloaded:
-            return Fate.OFFLOAD
+        if ctx.number in self.offloaded:  # no more than the link has time for was chosen
+            return Fate.OFFLOAD_FREELY
         return Fate.KEEP if ctx.number in self.kept else Fate.RECOMPUTE
 
     def __repr__(self) -> str:
