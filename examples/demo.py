@@ -4,6 +4,8 @@ Both runs start from the same seed and learn the same text with the same dropout
 in turn. All that differs is how a block is called: `block(x)` or `rekindle.checkpoint(block, x)`.
 Every gradient of every step is compared bit for bit; a difference is reported, with exit code 1.
 
+Then `rekindle.fit` puts the model into three budgets.
+
 Activations are measured in a step of their own, because looking takes time. `LiveBytes` sees every
 op that runs, forward and backward, and adds up the storages that ops made and that are alive: each
 storage once, however many tensors share it, from the op that makes it to the moment it is freed.
@@ -16,22 +18,21 @@ and the state of the random number generator (5 KB a region), which torch copies
 
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import rekindle
+from rekindle.budget.memory import LiveBytes
 
 LAYERS, DIM, HEADS, CONTEXT, BATCH, DROPOUT = 6, 96, 4, 64, 8, 0.1
 STEPS = 30
+BUDGETS = ("75%", "50%", "35%")
+"""Shares of the peak that activations have without a plan."""
 
 TEXT = """\
 Shall I compare thee to a summer's day?
@@ -161,37 +162,6 @@ def train(run_block: RunBlock) -> Iterator[Step]:
         yield Step(loss.item(), time.perf_counter() - start, model.gradients())
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that ops make inside and that are alive: `now`, and at the `peak`."""
-
-    def __init__(self, not_counted: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
-        self.now = 0
-        self.peak = 0
-        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in not_counted}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        address = storage._cdata
-        if address in self._sizes:
-            return
-        self._sizes[address] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._discount, address)
-
-    def _discount(self, address: int) -> None:
-        self.now -= self._sizes.pop(address)
-
-
 @dataclass(frozen=True)
 class Memory:
     """Activation bytes of one step."""
@@ -208,9 +178,42 @@ def measure_memory(run_block: RunBlock) -> Memory:
     known = [codes, following, *model.parameters(), *model.gradients().values()]
     with LiveBytes(not_counted=known) as live:
         loss = model(codes, following)
-        held = live.now
+        held = live.now()
         loss.backward()
-    return Memory(held, live.peak)
+    return Memory(held, live.peak())
+
+
+def fitted() -> tuple[str, bool]:
+    """The model in three budgets: what was predicted and measured, and whether gradients agree."""
+    batch = draw_batch()
+    expected = gradients_of(new_model(plain), batch)
+    profile = rekindle.profile(new_model(plain), batch)
+    lines = [f"{'budget':>10}{'predicted':>12}{'measured':>12}{'time':>8}{'gradients':>12}"]
+    agree = True
+    for share in BUDGETS:
+        model = new_model(plain)
+        plan = rekindle.fit(model, batch, share)
+        assert plan.measured_peak is not None, "fit measures"
+        found = gradients_of(model, batch)
+        same = all(torch.equal(found[name], expected[name]) for name in expected)
+        agree = agree and same
+        peaks = [f"{peak / 2**20:.1f} MiB" for peak in (plan.predicted_peak, plan.measured_peak)]
+        ratio = f"{plan.predicted_time / plan.plain_time:.2f}x"
+        told = "identical" if same else "other"
+        lines.append(f"{share:>10}{peaks[0]:>12}{peaks[1]:>12}{ratio:>8}{told:>12}")
+    lines += ["", "What less memory costs (of the whole step, parameters and gradients too):"]
+    points = rekindle.frontier(profile, 6)
+    for point in points:
+        times = point.seconds / points[0].seconds
+        lines.append(f"{point.peak / 2**20:>8.1f} MiB{times:>8.2f}x the time")
+    return "\n".join(lines), agree
+
+
+def gradients_of(model: GPT, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=False)
+    model(*batch).backward()
+    return {name: gradient.clone() for name, gradient in model.gradients().items()}
 
 
 def first_difference(step: Step, other: Step) -> str | None:
@@ -261,6 +264,10 @@ def main() -> int:
     with rekindle.observe() as seen:
         new_model(checkpointed)(*draw_batch()).backward()
     print(f"\nOne step as rekindle.observe() sees it:\n{seen}\n")
+    table, agree = fitted()
+    print(f"rekindle.fit(model, batch, budget):\n{table}\n")
+    if not agree:
+        differences.append("a plan")
     if differences:
         print(f"gradients identical: no (first in {differences[0]})")
         return 1

@@ -100,7 +100,7 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(
     if page.parent.name == "integrations":
         for library in LIBRARIES.get(page.stem, [page.stem]):
             pytest.importorskip(library)
-        monkeypatch.chdir(tmp_path)  # trainers write to where they are
+    monkeypatch.chdir(tmp_path)  # trainers and plans write to where they are
     for block, printed in run(blocks_of(page.read_text())):
         if block.output is not None:
             assert same_output(block.output, printed), f"{block.code}\nprints\n{printed}"
