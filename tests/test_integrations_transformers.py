@@ -387,3 +387,18 @@ def test_a_callback_beside_the_trainers_own_switch_is_refused(tmp_path: Path) ->
     both = trainer(tmp_path, model, [ours.Callback()], gradient_checkpointing=True)
     with pytest.raises(ValueError, match=r"gradient_checkpointing_disable\(\) first"):
         both.train()
+
+
+def test_a_trainer_takes_a_budget(tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    build = FAMILIES["llama"].build
+    without = trainer(tmp_path, build(use_cache=False))
+    without.train()
+    callback = ours.Callback(budget="70%")
+    ran = trainer(tmp_path, build(use_cache=False), [callback])
+    ran.train()
+    assert same(curve_of(ran), curve_of(without))
+    assert callback.plan is not None
+    assert callback.plan.measured_peak is not None
+    assert callback.plan.measured_peak <= callback.plan.budget
+    assert any(option.fate != "keep" for _, _, option in callback.plan.blocks)

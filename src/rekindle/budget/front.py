@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rekindle.budget import profiling
+from rekindle.budget.agreement import agreed, highest
 from rekindle.budget.memory import metered
 from rekindle.budget.plan import Plan
 from rekindle.budget.simulate import simulate
@@ -147,7 +148,8 @@ def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = Non
     """Make a training step of a model fit a budget, at the smallest cost in time, in place.
 
     Profiles, solves, applies, and runs a step to see: a plan that is over the budget is made anew
-    with less. Gradients stay what they were, bit for bit. `rekindle.remove(model)` undoes it.
+    with less. Gradients stay what they were, bit for bit. `rekindle.remove(model)` undoes it. In a
+    distributed run all ranks call it, and get the plan of the first.
 
     >>> import torch, rekindle
     >>> block = lambda: torch.nn.Sequential(
@@ -165,12 +167,13 @@ def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = Non
         budget: as for `solve`.
         optimizer: the optimizer, for the size of its state.
     """
-    measured = profile(model, batch, optimizer=optimizer)
+    measured = agreed(profile(model, batch, optimizer=optimizer))
     limit = budget_bytes(measured, budget)
     aim, peak = limit, 0
     for _ in range(_TRIES):
         plan = solve(measured, aim)
         peak, seconds = try_out(model, batch, plan, measured)
+        peak = highest(peak, next(model.parameters()).device)
         plan = replace(plan, budget=limit).measured(peak, seconds)
         if peak <= limit:
             apply(model, plan)

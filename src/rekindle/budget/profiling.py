@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rekindle.budget.agreement import agreed
 from rekindle.budget.execute import what_of
 from rekindle.budget.graph import Graph, record
 from rekindle.budget.memory import Meter, bytes_of, metered
@@ -215,6 +216,7 @@ def _menu(block: nn.Module, call: tuple[Any, Any], device: torch.device) -> tupl
     graph = run.graph()
     candidates = [Option("keep"), Option("recompute")]
     candidates += [Option("select", tuple(sorted(kept))) for kept in keep_sets(graph)]
+    candidates = agreed(candidates)  # a block that is sharded is gathered by all ranks at a time
     options = [run.measured(option) for option in candidates]
     if device.type == "cuda":
         everything = tuple(sorted(graph.ops[m].number for m in _makers(graph)))

@@ -9,8 +9,8 @@ import rekindle
 Fate = str | rekindle.policies.Policy | rekindle.Offload
 """What `rekindle.apply` gives a module: a fate by its name, a policy, `rekindle.offload(...)`."""
 
-What = Fate | Mapping[str, Fate]
-"""One of these for every block of a model, or by patterns of module paths."""
+What = Fate | Mapping[str, Fate] | rekindle.Plan
+"""One of these for every block of a model, or by patterns of module paths; or a plan."""
 
 
 def library(name: str) -> Any:

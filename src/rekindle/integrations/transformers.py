@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 import rekindle
@@ -34,7 +35,7 @@ def apply(model: nn.Module, what: What = "recompute") -> rekindle.Applied:
       transformer.h.0-2: 3 x GPT2Block: recompute
     >>> remove(model)
     """
-    if isinstance(model, nn.Module) and not isinstance(what, Mapping):
+    if isinstance(model, nn.Module) and not isinstance(what, Mapping | rekindle.Plan):
         what = dict.fromkeys(_declared(model), what) or what
     applied = rekindle.apply(model, what)
     _let_cache(model)
@@ -55,13 +56,39 @@ class Callback(_TrainerCallback):  # type: ignore[misc]
 
     >>> from rekindle import policies
     >>> callbacks = [Callback(policies.keep_matmuls_and_attention)]  # Trainer(callbacks=callbacks)
+    >>> callbacks = [Callback(budget="24GiB")]  # or: whatever fits, at the least cost
+
+    Args:
+        what: as for `apply`.
+        budget: as for `rekindle.fit`, instead of `what`; the first batch stands for all.
     """
 
-    def __init__(self, what: What = "recompute") -> None:
+    def __init__(self, what: What = "recompute", *, budget: int | str | None = None) -> None:
         self.what = what
+        self.budget = budget
+        self.plan: rekindle.Plan | None = None
+        """What was chosen for the budget."""
 
-    def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
-        apply(model, self.what)
+    def on_train_begin(
+        self,
+        *_: Any,
+        model: nn.Module,
+        train_dataloader: Any = None,
+        optimizer: Any = None,
+        **__: Any,
+    ) -> None:
+        if self.budget is None:
+            apply(model, self.what)
+            return
+        device = next(model.parameters()).device
+        with torch.random.fork_rng(range(torch.cuda.device_count())):  # a loader draws its order
+            batch = next(iter(train_dataloader))
+        batch = {name: value.to(device) for name, value in batch.items()}
+        was_training = model.training
+        model.train()
+        self.plan = rekindle.fit(model, batch, self.budget, optimizer=optimizer)
+        model.train(was_training)
+        apply(model, self.plan)
 
     def on_train_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
         remove(model)

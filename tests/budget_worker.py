@@ -1,0 +1,67 @@
+"""One rank that fits a model under DDP and under FSDP2, and writes what it found as JSON."""
+
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import rekindle
+from benchmarks.decoder import SHAPES, Decoder
+
+
+def sharded(model: Decoder) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+KINDS = {"ddp": DistributedDataParallel, "fsdp": sharded}
+
+
+def local(gradient: Any) -> Tensor:
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def found(kind: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    shape = replace(SHAPES["tiny"], dim=64, ffn=128, layers=4, tokens=64)
+    model = KINDS[kind](Decoder(shape, dtype=torch.float32))
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(1, 64, 64)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(x).sum().backward()
+        return [local(p.grad).clone() for p in model.parameters()]
+
+    expected = gradients()
+    plan = rekindle.fit(model, x, "80%")
+    same = all(map(torch.equal, gradients(), expected))
+    assert plan.measured_peak is not None
+    return {
+        "same": same,
+        "fits": plan.measured_peak <= plan.budget,
+        "options": [[path, asdict(option)] for path, _, option in plan.blocks],
+    }
+
+
+def main(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    results = {kind: found(kind) for kind in KINDS}
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
