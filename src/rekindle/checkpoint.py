@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rekindle import policies
+from rekindle.compiled.breaks import run_outside_graphs
+from rekindle.compiled.frames import no_graph_begins, within_compiled_code
 from rekindle.compiled.handover import hand_over, noop_context_fn
 from rekindle.internals import func_transform
 from rekindle.replay.frame import Frame
@@ -25,6 +27,7 @@ from rekindle.selective.contexts import policy_in
 from rekindle.selective.region import Region
 
 
+@no_graph_begins
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
@@ -66,6 +69,19 @@ def checkpoint(
         if isinstance(context_fn, policies.Policy):
             context_fn = context_fn.for_compiler
         return hand_over(function, args, kwargs, use_reentrant, context_fn, preserve_rng_state)
+    if within_compiled_code() and function is not None:  # which is not compiled at this place
+        return run_outside_graphs(
+            function,
+            checkpoint,
+            *(function, *args),
+            use_reentrant=use_reentrant,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            preserve_rng_state=preserve_rng_state,
+            **kwargs,
+        )
     options = options_of(context_fn, determinism_check, debug, early_stop, preserve_rng_state)
     if function is None:
         if args or kwargs:

@@ -19,6 +19,7 @@ from weakref import ref
 
 import torch
 
+from rekindle.compiled.frames import break_graph
 from rekindle.errors import RekindleError
 from rekindle.selective.contexts import contexts_of
 from rekindle.selective.fates import FOR_TORCH, Fate, fate_named, fate_of
@@ -56,6 +57,8 @@ class Policy:
     """The policy as a function that `torch.compile` takes for a `context_fn`."""
 
     def __post_init__(self) -> None:
+        if torch.compiler.is_compiling():
+            break_graph(f"{self!r} is made in compiled code: make the policy before, once")
         # Weakly: a policy that is made for one call should go without the garbage collector.
         object.__setattr__(self, "for_compiler", _as_function(ref(self)))
 

@@ -43,6 +43,13 @@ def profile(model: nn.Module, batch: Any, *, optimizer: Any = None) -> Profile:
         raise TypeError(f"profile() takes a model, but got {type(model).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("No parameter of the model requires a gradient: it is not trained")
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
+        raise ValueError(
+            "A parameter has a hook that runs when its gradient is there, such as an optimizer's: "
+            "measuring would run it. Profile the model before such hooks are registered."
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer should be one, but got {type(optimizer).__name__}")
     _need_scipy()
     return profiling.measure(model, batch, optimizer)
 
@@ -55,6 +62,8 @@ def solve(profile: Profile, budget: int | str) -> Plan:
         budget: bytes, as an `int` or like `"24GiB"`, for everything on the device; or a share of
             the activations' peak without a plan, like `"40%"`.
     """
+    if not isinstance(profile, Profile):
+        raise TypeError(f"solve() takes a profile, but got {type(profile).__name__}")
     _need_scipy()
     from rekindle.budget import solving  # noqa: PLC0415
 
@@ -62,11 +71,11 @@ def solve(profile: Profile, budget: int | str) -> Plan:
     choice = solving.choose(profile, limit)
     if choice is None:
         least = solving.smallest(profile)
+        least_kib = -(-least.prediction.peak // 1024)
         raise BudgetError(
-            f"No plan fits into {format_bytes(limit)}. The least that works is "
-            f"{format_bytes(least.prediction.peak)}, of which {format_bytes(profile.static_bytes)} "
-            "are parameters, gradients, optimizer state and the batch; the peak is in "
-            f"{least.prediction.at}."
+            f"No plan fits into {format_bytes(limit)}. The least that works is {least_kib} KiB, "
+            f"of which {format_bytes(profile.static_bytes)} are parameters, gradients, optimizer "
+            f"state and the batch; the peak is in {least.prediction.at}."
         )
     return _plan(profile, limit, choice.options, choice.prediction, choice.gap)
 
@@ -106,18 +115,27 @@ def plain_prediction(profile: Profile) -> Prediction:
 
 def budget_bytes(profile: Profile, budget: int | str) -> int:
     """A budget in bytes: as given, or a share of the activations' peak on top of what is static."""
+    share = _check_budget(budget)
+    if isinstance(share, float):
+        activations = plain_prediction(profile).peak - profile.static_bytes
+        return profile.static_bytes + int(share * activations)
+    return share
+
+
+def _check_budget(budget: Any) -> int | float:
+    """A budget as bytes, or as a share."""
     if isinstance(budget, str) and budget.strip().endswith("%"):
         try:
             share = float(budget.strip()[:-1]) / 100
         except ValueError:
-            raise ValueError(
-                f'budget as a share should be like "40%", but got {budget!r}'
-            ) from None
-        if not share > 0:
-            raise ValueError(f"budget as a share should be above 0, but got {budget!r}")
-        activations = plain_prediction(profile).peak - profile.static_bytes
-        return profile.static_bytes + int(share * activations)
-    return parse_bytes(budget, "budget")
+            raise ValueError(f'A budget as a share is like "40%", but got {budget!r}') from None
+        if not 0 < share < 100:
+            raise ValueError(f"A budget as a share is above 0%, but got {budget!r}")
+        return share
+    nbytes = parse_bytes(budget, "budget")
+    if nbytes <= 0:
+        raise ValueError(f"A budget is a number of bytes above 0, but got {budget!r}")
+    return nbytes
 
 
 @dataclass(frozen=True)
@@ -131,6 +149,8 @@ class Point:
 
 def frontier(profile: Profile, points: int = 8) -> list[Point]:
     """Plans from the plain peak down to the least that works: what less memory costs in time."""
+    if not isinstance(points, int) or points < 1:
+        raise ValueError(f"points should be a whole number from 1 on, but got {points!r}")
     _need_scipy()
     from rekindle.budget import solving  # noqa: PLC0415
 
@@ -167,6 +187,7 @@ def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = Non
         budget: as for `solve`.
         optimizer: the optimizer, for the size of its state.
     """
+    _check_budget(budget)
     measured = agreed(profile(model, batch, optimizer=optimizer))
     limit = budget_bytes(measured, budget)
     aim, peak = limit, 0

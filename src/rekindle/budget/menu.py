@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import lil_array
+from scipy.sparse import coo_array
 
 from rekindle.budget.graph import Graph
 
@@ -35,45 +35,50 @@ def best_to_keep(graph: Graph, nbytes: int) -> frozenset[int] | None:
     What cannot be made again is held in any case, and does not count.
     """
     values, ops = graph.values, graph.ops
-    free = [v for v, value in enumerate(values) if value.maker is not None]
-    held = {v: i for i, v in enumerate(free)}
-    count = len(free) + len(ops)
-    cost = np.zeros(count)
-    cost[len(free) :] = [op.seconds + 1e-7 for op in ops]
-    size = np.zeros(count)
-    size[: len(free)] = [values[v].nbytes for v in free]
-    rows = list(_needs(graph, held))
-    matrix = lil_array((len(rows) + 1, count))
-    lower = np.zeros(len(rows) + 1)
-    for i, (op, value, need) in enumerate(rows):
-        matrix[i, held[value]] = 1
-        maker = values[value].maker
-        assert maker is not None, "others are not among the rows"
-        matrix[i, len(free) + maker] += 1
-        if op is not None:
-            matrix[i, len(free) + op] -= 1
-        lower[i] = need
-    matrix[len(rows), :] = -size
-    lower[len(rows)] = -nbytes
+    count = len(ops)
+    keep, again, held = 0, count, 2 * count  # of each op, of each op, of each value
+    columns = 2 * count + len(values)
+    entries: list[tuple[int, int, float]] = []
+    lower: list[float] = []
+
+    def row(least: float, *terms: tuple[int, float]) -> None:
+        entries.extend((len(lower), column, factor) for column, factor in terms)
+        lower.append(least)
+
+    for v, maker, user in _needs(graph):
+        made = (keep + maker, 1.0), (again + maker, 1.0)
+        if user is None:
+            row(1, *made)
+            row(0, (held + v, 1.0), (keep + maker, -1.0))
+        else:
+            row(0, *made, (again + user, -1.0))
+            row(-1, (held + v, 1.0), (keep + maker, -1.0), (again + user, -1.0))
+    row(-nbytes, *((held + v, -float(value.nbytes)) for v, value in enumerate(values)))
+    cost = np.zeros(columns)
+    cost[again : again + count] = [1e9 * op.seconds + 100 for op in ops]  # 1e-6 is nothing to HiGHS
+    cost[keep : keep + count] = 1.0  # nothing is kept in vain
+    rows, cols, factors = zip(*entries, strict=True)
     result = milp(
         cost,
-        constraints=LinearConstraint(matrix.tocsr(), lower, np.inf),
-        integrality=np.ones(count),
+        constraints=LinearConstraint(
+            coo_array((factors, (rows, cols)), shape=(len(lower), columns)).tocsr(), lower, np.inf
+        ),
+        integrality=np.concatenate([np.ones(2 * count), np.zeros(len(values))]),
         bounds=Bounds(0, 1),
     )
     if result.x is None:
         return None
-    chosen = [v for v in free if result.x[held[v]] > 0.5]
-    makers = {values[v].maker for v in chosen}
-    return frozenset(ops[m].number for m in makers if m is not None)
+    return frozenset(op.number for i, op in enumerate(ops) if result.x[keep + i] > 0.5)
 
 
-def _needs(graph: Graph, held: dict[int, int]) -> Iterable[tuple[int | None, int, int]]:
-    """Rows: who needs a value (an op that is run again, or None for backward), which, how much."""
-    for value in sorted(graph.saved):
-        if value in held:
-            yield None, value, 1
-    for index, op in enumerate(graph.ops):
-        for value in set(op.inputs):
-            if value in held:
-                yield index, value, 0
+def _needs(graph: Graph) -> Iterable[tuple[int, int, int | None]]:
+    """Values that can be made again, by whom, and for whom: an op, or None for backward."""
+    for v in sorted(graph.saved):
+        maker = graph.values[v].maker
+        if maker is not None:
+            yield v, maker, None
+    for user, op in enumerate(graph.ops):
+        for v in sorted(set(op.inputs)):
+            maker = graph.values[v].maker
+            if maker is not None:
+                yield v, maker, user

@@ -11,6 +11,7 @@ from torch import nn
 
 from rekindle.budget.execute import what_of
 from rekindle.budget.values import Option
+from rekindle.modules.blocks import blocks_of
 from rekindle.policies import Policy
 
 _SCHEMA = "rekindle plan"
@@ -51,6 +52,10 @@ class Plan:
             found = type(modules[path]).__name__ if path in modules else "nothing"
             if found != kind:
                 raise ValueError(f"The plan has a {kind} at {path!r}, but the model has {found}")
+        planned = {path for path, _, _ in self.blocks}
+        unplanned = [path for path in blocks_of(model) if path not in planned]
+        if unplanned and planned & set(blocks_of(model)):
+            raise ValueError(f"The model has a block that the plan has not: {unplanned[0]!r}")
         return {path: what_of(option) for path, _, option in self.blocks}
 
     @property
@@ -70,14 +75,21 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Read what `save` wrote."""
-        values: dict[str, Any] = json.loads(Path(path).read_text())
-        if values.pop("schema", None) != _SCHEMA:
-            raise ValueError(f"{os.fspath(path)} is not a plan of rekindle's")
+        name = os.fspath(path)
+        try:
+            values = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{name} is not JSON: {error}") from None
+        if not isinstance(values, dict) or values.pop("schema", None) != _SCHEMA:
+            raise ValueError(f"{name} is not a plan of rekindle's")
         version = values.pop("version", None)
         if version != _VERSION:
-            raise ValueError(f"The plan has version {version}, but this rekindle reads {_VERSION}")
-        blocks = tuple((p, kind, _option(values)) for p, kind, values in values.pop("blocks"))
-        return cls(blocks=blocks, **values)
+            raise ValueError(f"{name} has version {version}, but this rekindle reads {_VERSION}")
+        try:
+            blocks = tuple((p, kind, _option(values)) for p, kind, values in values.pop("blocks"))
+            return cls(blocks=blocks, **values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{name} is not a whole plan: {error}") from None
 
     def __str__(self) -> str:
         from rekindle.budget.text import format_plan  # noqa: PLC0415

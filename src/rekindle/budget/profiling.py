@@ -23,6 +23,7 @@ from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.modules.application import apply, remove
 from rekindle.modules.blocks import blocks_of
 from rekindle.modules.forward import forward_of
+from rekindle.replay import ambient
 
 _RUNS = 3
 
@@ -34,6 +35,8 @@ class _Seen:
     order: list[str] = field(default_factory=list)
     calls: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """What each block was given, the first time."""
+    around: dict[str, ambient.Ambient] = field(default_factory=dict)
+    """What was around it, such as autocast."""
     before: int = 0
     after_blocks: int = 0
     rest_peak: int = 0
@@ -71,7 +74,8 @@ class Step:
 
 def _shape(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        learns = " that learns" if leaf.requires_grad else ""
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{learns}"
     return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf).__name__
 
 
@@ -92,8 +96,10 @@ def measure(model: nn.Module, batch: Any, optimizer: Any = None) -> Profile:
     step = Step(model, batch)
     blocks = blocks_of(model)
     with untouched(model):
-        seen, seconds = _outline(step, blocks, device)
         static = _static_bytes(model, optimizer, device, step)
+        seen, seconds = _outline(step, blocks, device)
+        if not seen.order:
+            raise ValueError("The step ran none of the model's blocks: does it call the model?")
         profiles, order = _profiles(blocks, seen, device)
     spent = sum(
         next(o for o in profiles[index].options if o.fate == "recompute").seconds
@@ -118,12 +124,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Whatever runs inside: gradients, buffers, fates and the random state end as they were."""
     gradients = {p: p.grad for p in model.parameters()}
     buffers = {b: b.detach().clone() for b in model.buffers()}
+    places = {module: dict(module._buffers) for module in model.modules()}
     fates = {module: forward_of(module) for module in model.modules()}
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
         with torch.random.fork_rng(devices):
             for parameter in gradients:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             yield
     finally:
         remove(model)
@@ -132,6 +139,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 vars(module)["forward"] = forward
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
+        for module, own in places.items():
+            module._buffers.clear()
+            module._buffers.update(own)
         with torch.no_grad():
             for buffer, before in buffers.items():
                 buffer.copy_(before)
@@ -163,6 +173,7 @@ def _watched(blocks: dict[str, nn.Module], seen: _Seen, meter: Meter) -> Iterato
             if not turned:
                 seen.order.append(path)
                 seen.calls.setdefault(path, (args, kwargs))
+                seen.around.setdefault(path, ambient.take())
 
         return hook
 
@@ -194,17 +205,18 @@ def _profiles(
     order = []
     for path in seen.order:
         block, call = blocks[path], seen.calls[path]
-        signature = _signature(block, call)
+        signature = f"{_signature(block, call)} in {seen.around[path]}"
         if signature not in known:
             known[signature] = len(profiles)
-            options = _menu(block, call, device)
+            with ambient.entered(seen.around[path]):
+                options = _menu(block, call, device)
             profiles.append(BlockProfile(type(block).__name__, signature, options))
         order.append((path, known[signature]))
     return profiles, order
 
 
 def _signature(block: nn.Module, call: tuple[Any, Any]) -> str:
-    shapes = [f"{name} {list(p.shape)}" for name, p in block.named_parameters()]
+    shapes = [f"{name} {_shape(p)}" for name, p in block.named_parameters()]
     return f"{type(block).__name__}({', '.join(shapes)}) of {tree_map(_shape, call)}"
 
 
@@ -330,12 +342,14 @@ class _Run:
         with metered(self._device, known) as meter:
             out = self._block(*args, **kwargs)
             held, forward_peak = meter.now(), meter.peak()
-            outs, grads = _seeds(out)
-            del out
-            before = meter.now()
+            outs, _ = _seeds(out, with_gradients=False)
+            if not outs:  # nothing before it learns
+                return held, forward_peak, 0
+            end = _End.apply(*outs)  # type: ignore[no-untyped-call]
+            del out, outs
             meter.reset()
-            torch.autograd.backward(outs, grads)
-            return held, forward_peak, meter.peak() - before + (before - held)
+            end.backward()
+            return held, forward_peak, meter.peak() - held
 
     def _once(self) -> tuple[float, float]:
         """Seconds of a forward and of a backward, as they take in the middle of a step."""
@@ -344,15 +358,30 @@ class _Run:
         out = self._block(*args, **kwargs)
         middle = begin.lap()
         outs, grads = _seeds(out)
+        del out
         middle.restart()
-        torch.autograd.backward(outs, grads)
+        if outs:
+            torch.autograd.backward(outs, grads)
         end = middle.lap()
         return begin.seconds(middle), middle.seconds(end)
 
 
-def _seeds(out: Any) -> tuple[list[Tensor], list[Tensor]]:
+def _seeds(out: Any, with_gradients: bool = True) -> tuple[list[Tensor], list[Tensor]]:
     outs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-    return outs, [torch.ones_like(t) for t in outs]
+    return outs, [torch.ones_like(t) for t in outs] if with_gradients else []
+
+
+class _End(torch.autograd.Function):
+    """The end of a block that is run alone: its gradients are made when they are wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, *outs: Tensor) -> Tensor:
+        ctx.kinds = [(out.shape, out.dtype, out.device) for out in outs]
+        return outs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return tuple(torch.ones(shape, dtype=d, device=where) for shape, d, where in ctx.kinds)
 
 
 class Stopwatch:
@@ -422,7 +451,18 @@ def _static_bytes(model: nn.Module, optimizer: Any, device: torch.device, step: 
     return total
 
 
-_STATES = {"Adam": 2, "AdamW": 2, "RMSprop": 1, "Adagrad": 1, "NAdam": 2, "RAdam": 2, "Adamax": 2}
+_STATES = {
+    "Adam": 2,
+    "AdamW": 2,
+    "RMSprop": 1,
+    "Adagrad": 1,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "Adadelta": 2,
+    "SGD": 0,
+}
+"""Tensors of a parameter's size that an optimizer keeps; more with some options."""
 
 
 def _optimizer_bytes(optimizer: Any) -> int:
@@ -432,9 +472,11 @@ def _optimizer_bytes(optimizer: Any) -> int:
     if tensors:
         return bytes_of(tensors)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    options = optimizer.param_groups[0]
     count = _STATES.get(type(optimizer).__name__, 0)
-    if type(optimizer).__name__ == "SGD" and optimizer.param_groups[0].get("momentum"):
-        count = 1
+    if type(optimizer).__name__ in ("SGD", "RMSprop"):
+        count += bool(options.get("momentum"))
+    count += bool(options.get("amsgrad")) + bool(options.get("centered"))
     return count * bytes_of(trained)
 
 

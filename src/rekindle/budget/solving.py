@@ -50,7 +50,8 @@ class _Rows:
 
 def choose(profile: Profile, budget: int) -> Choice | None:
     """The fastest choice whose simulated peak is within a budget; None if there is none."""
-    if len(profile.blocks) == 1:
+    paths = [path for path, _ in profile.order]
+    if len(profile.blocks) == 1 and len(set(paths)) == len(paths):
         return _choose_counts(profile, budget)
     return _choose_each(profile, budget)
 
@@ -87,6 +88,7 @@ def _choose_counts(profile: Profile, budget: int) -> Choice | None:
     cost = np.zeros(columns)
     cost[:many] = [option.seconds + 1e-12 * option.bytes_held / _MIB for option in menu]
     cost[out] = cost[into] = 1.0
+    cost *= _scale(menu)
     limits = np.concatenate([np.full(many, count), np.ones(many), np.full(3, np.inf)])
     result = milp(
         cost,
@@ -99,6 +101,12 @@ def _choose_counts(profile: Profile, budget: int) -> Choice | None:
         return None
     options = tuple(option for k, option in enumerate(menu) for _ in range(round(result.x[k])))
     return Choice(options, simulate(profile, options), float(result.mip_gap or 0.0))
+
+
+def _scale(options: list[Option]) -> float:
+    """So that HiGHS, which takes a millionth for nothing, sees differences of microseconds."""
+    seconds = [option.seconds for option in options if option.seconds > 0]
+    return 1e4 / min(seconds, default=1.0)
 
 
 def _backward_peak(option: Option) -> tuple[int, int]:
@@ -134,18 +142,25 @@ def _choose_each(profile: Profile, budget: int) -> Choice | None:
         rows.add([*((c, -v) for c, v in moves), (flying, 1.0)], 0, np.inf)
     rows.add([(held + count - 1, 1.0), (flying, 2.0)], -np.inf, room - profile.rest_peak / _MIB)
     _add_waits(rows, profile, menus, column, wait_out, wait_in)
+    first: dict[str, int] = {}
+    for i, (path, _) in enumerate(profile.order):  # a block that is called twice has one option
+        other = first.setdefault(path, i)
+        if other != i:
+            for k in range(len(menus[i])):
+                rows.add([(column(i, k), 1.0), (column(other, k), -1.0)], 0, 0)
 
     cost = np.zeros(columns)
     for i, menu in enumerate(menus):
         for k, option in enumerate(menu):  # of equals, the one that holds less
             cost[column(i, k)] = option.seconds + 1e-12 * option.bytes_held / _MIB
     cost[wait_out] = cost[wait_in] = 1.0
+    cost *= _scale([option for menu in menus for option in menu])
     result = milp(
         cost,
         constraints=LinearConstraint(rows.matrix(columns).tocsr(), rows.lower, rows.upper),
         integrality=np.concatenate([np.ones(binaries), np.zeros(columns - binaries)]),
         bounds=Bounds(0, np.concatenate([np.ones(binaries), np.full(columns - binaries, np.inf)])),
-        options={"time_limit": _SECONDS, "mip_rel_gap": 1e-3},
+        options={"time_limit": _SECONDS, "mip_rel_gap": 1e-5},
     )
     if result.x is None:
         return None
@@ -170,8 +185,8 @@ def smallest(profile: Profile) -> Choice:
     """The choice with the lowest peak, by bisection over budgets."""
     largest = [max(profile.options(i), key=_bytes_held) for i in range(len(profile.order))]
     low, high = 0, max(simulate(profile, largest).peak, 1)
-    best = choose(profile, 2 * high)
-    assert best is not None, "twice the plain peak is enough for anything"
+    best = choose(profile, high) or choose(profile, 4 * high)
+    assert best is not None, "four times the plain peak is enough for anything"
     while high - low > max(high // 500, 1):
         middle = (low + high) // 2
         found = choose(profile, middle)

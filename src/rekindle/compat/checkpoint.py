@@ -30,7 +30,8 @@ from rekindle import (
     set_device_states,
 )
 from rekindle.checkpoint import region_of
-from rekindle.internals import func_transform, grad_enabled
+from rekindle.compiled.handover import torch_generator
+from rekindle.internals import func_transform, grad_enabled, is_traced
 from rekindle.replay.options import ContextFn, options_of
 from rekindle.replay.rng import infer_device_type
 from rekindle.selective.contexts import CachedMode, CachingMode
@@ -122,6 +123,10 @@ def _checkpoint_without_reentrant_generator(
     **kwargs: Any,
 ) -> Generator[None, None, None]:
     """A region whose forward the caller runs: between the first `next` and the second."""
+    if is_traced():  # by what comes after Dynamo, for the partitioner
+        given = (preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+        yield from torch_generator(fn, *given, *args, **kwargs)
+        return
     options = options_of(context_fn, determinism_check, debug, early_stop, preserve_rng_state)
     if not grad_enabled() or func_transform() is not None:
         yield

@@ -5,13 +5,17 @@ Torch's own objects are kept here, for when `rekindle.patch_torch()` has put our
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.utils.checkpoint
 
+from rekindle.compiled.rng import runs_op_by_op, with_rng
+
 torch_module = torch.utils.checkpoint
 
 torch_checkpoint = torch_module.checkpoint
+torch_generator: Callable[..., Any] = torch_module._checkpoint_without_reentrant_generator
 noop_context_fn = torch_module.noop_context_fn
 CheckpointPolicy = torch_module.CheckpointPolicy
 """torch's own: its partitioner compares members by identity."""
@@ -40,6 +44,8 @@ def hand_over(
     }
     if context_fn is not noop_context_fn:  # Dynamo cannot read the default through our signature
         options["context_fn"] = context_fn
+    if preserve_rng_state and torch.compiler.is_dynamo_compiling() and runs_op_by_op():
+        options["context_fn"] = partial(with_rng, context_fn)
     # While Dynamo traces, torch's function is for it whatever has that name: ours, under the patch.
     # What comes after Dynamo runs what it finds there, and needs torch's.
     is_traced = torch.compiler.is_dynamo_compiling()

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from rekindle.checkpoint import checkpoint
+from rekindle.compiled import where as traced
+from rekindle.compiled.frames import break_graph
 from rekindle.offload.context import Offload, kept
 from rekindle.policies import Policy
 
@@ -23,6 +25,10 @@ Way = Policy | Offload | Literal["recompute", "keep"]
 """How a module runs: under a policy, offloaded, recomputed as a whole, or kept as nothing around it
 keeps."""
 
+_WHY = (
+    "a module whose activations are offloaded begins a graph of its own: rekindle.offload works on "
+    "what a graph saves. policies.offload(...) works inside a graph"
+)
 _OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
 
 
@@ -34,6 +40,7 @@ class Forward:
         self.way = way
         self.own = own
         """What the module itself had in place of its class's forward."""
+        traced.standing[id(module)] = self
         self.is_on = True
         """Turned off by `remove`, also where somebody has wrapped it since."""
         functools.update_wrapper(self, self.__wrapped__, updated=())
@@ -75,16 +82,16 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         way = self.way
         if torch.compiler.is_compiling():
+            if self.is_on and not (way == "recompute" or isinstance(way, Policy)):
+                break_graph(_WHY)
             forward = self.own or _traceable(self.__self__)
-            if not self.is_on or way == "keep" or isinstance(way, Offload):
-                return forward(*args, **kwargs)  # their hooks are not for a compiler
         else:
             forward = self.__wrapped__
-            if not self.is_on:
+        if not self.is_on:
+            return forward(*args, **kwargs)
+        if way == "keep" or isinstance(way, Offload):
+            with kept() if way == "keep" else way:
                 return forward(*args, **kwargs)
-            if way == "keep" or isinstance(way, Offload):
-                with kept() if way == "keep" else way:
-                    return forward(*args, **kwargs)
         options: dict[str, Any] = {"context_fn": way} if isinstance(way, Policy) else {}
         if any(name in _OPTIONS for name in kwargs):  # the module's own, not ours
             call = _with_keywords(forward, tuple(kwargs))

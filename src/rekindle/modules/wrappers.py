@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
 from rekindle.checkpoint import checkpoint
+from rekindle.compiled.frames import break_graph
 from rekindle.offload.context import offload
 
 WRAPPED = "_checkpoint_wrapped_module"
@@ -169,8 +170,8 @@ class OffloadWrapper(ActivationWrapper):
             self._offload = offload(**{"quota": 1.0} | offload_kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # offload does nothing there, and would break the graph
-            return self._checkpoint_wrapped_module(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            break_graph("an offload wrapper offloads what the graphs inside it save")
         with self._offload:
             return self._checkpoint_wrapped_module(*args, **kwargs)
 

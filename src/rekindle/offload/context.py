@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from rekindle.compiled.frames import break_graph, no_graph_inside
 from rekindle.internals import capturing, func_transform, pop_hooks, push_hooks
 from rekindle.offload.activation import Kept, Saved, may_move, unpack
 from rekindle.offload.disk import DiskTier
@@ -24,6 +25,7 @@ from rekindle.replay.switches import recomputing
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+@no_graph_inside
 def offload(
     *,
     tier: TierName = "host",
@@ -64,6 +66,8 @@ def offload(
         derive: an activation that one elementwise op gives back from others that are saved anyway
             (`silu(gate) * up`) is neither kept nor sent, but made again.
     """
+    if torch.compiler.is_compiling():
+        break_graph("rekindle.offload() is made in compiled code: make it before, once")
     return Offload(options_of(tier, quota, min_bytes, max_host_bytes, directory, on_full, derive))
 
 
@@ -74,10 +78,10 @@ class Offload:
         self.options = options
         self._entered = threading.local()
 
+    @no_graph_inside
     def __enter__(self) -> Self:
         engine = None
-        # Autograd forbids hooks in transforms; and the compiler cannot trace what is done here.
-        is_hooked = not torch.compiler.is_compiling() and func_transform() is None
+        is_hooked = func_transform() is None  # autograd forbids hooks in transforms
         if is_hooked:
             # What a replay saves, or a captured graph, is used at once or in place.
             engine = None if recomputing.get() or capturing() else engine_of(self.options)
@@ -85,6 +89,7 @@ class Offload:
         self._stack.append((is_hooked, engine))
         return self
 
+    @no_graph_inside
     def __exit__(self, *error: object) -> None:
         is_hooked, engine = self._stack.pop()
         if is_hooked:
@@ -168,6 +173,7 @@ class Engine:
         self._lanes: dict[torch.device, Lane | None] = {}
         self._lock = threading.Lock()
 
+    @no_graph_inside
     def pack(self, x: Tensor) -> Saved | Kept:
         """What autograd gets in place of a tensor that it saves."""
         if may_move(x, self._options.min_bytes) and os.getpid() == self._process:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rekindle.compiled import tags, where
 from rekindle.compiled.handover import SAC_IGNORED_OPS, TORCHS_MODES, torch_selective_contexts
 from rekindle.errors import CheckpointError
 from rekindle.internals import detached, is_traced, version_of
@@ -52,9 +53,31 @@ class _InTorchsWords:
         self._states: dict[bool, Counter] = {False: Counter(), True: Counter()}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        tags.offload_what_was_marked()
         counter = self._states[bool(ctx.is_recompute)]
-        told = counter.context(op, getattr(ctx, "op_output", None), args, kwargs, ctx.is_recompute)
-        return FOR_TORCH[self._policy.fate(told) or Fate.RECOMPUTE]
+        out = getattr(ctx, "op_output", None)
+        told = counter.context(op, out, args, kwargs, ctx.is_recompute)
+        told.region = self._policy
+        name = where.tensor_name(op)
+        if name is not None and not ctx.is_recompute:
+            self._name(args[0], name, told)
+        fate = self._policy.fate(told) or Fate.RECOMPUTE
+        if fate in _AWAY and out is not None:
+            tags.offload([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
+            return FOR_TORCH[Fate.KEEP]
+        return FOR_TORCH[Fate.KEEP if fate is Fate.OFFLOAD_FREELY else fate]
+
+    def _name(self, tensor: Tensor, name: str, told: SelectiveCheckpointContext) -> None:
+        """Give a tensor that is there already the fate of its name."""
+        fate = self._policy.fate_of_name(name, told)
+        if fate is not None and fate is not Fate.RECOMPUTE:
+            tags.keep(tensor)
+        if fate in _AWAY:
+            tags.offload([tensor])
+
+
+_AWAY = (Fate.OFFLOAD, Fate.SPILL)
+"""Fates that torch's offload pass takes care of; it knows no disk."""
 
 
 class Counter:

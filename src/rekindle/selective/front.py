@@ -2,9 +2,11 @@
 
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from rekindle import policies
+from rekindle.compiled.where import named_tensor
 from rekindle.selective.contexts import CachedMode, CachingMode, contexts_of
 from rekindle.selective.mode import name_tensor
 from rekindle.selective.where import inside
@@ -57,6 +59,8 @@ def name(what: _Named, name: str) -> _Named:
     if not isinstance(name, str) or not name:
         raise TypeError(f"A name is a string, but got {name!r}")
     if isinstance(what, Tensor):
+        if torch.compiler.is_compiling():
+            return named_tensor(what, name)  # type: ignore[return-value]
         name_tensor(what, name)
         return what
     if isinstance(what, nn.Module):

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from rekindle.compiled import where as traced
 from rekindle.compiled.handover import TorchSelectiveContext
 from rekindle.replay.ambient import names
 
@@ -60,17 +61,19 @@ class SelectiveCheckpointContext(TorchSelectiveContext):
     @functools.cached_property
     def module_path(self) -> str:
         """The path of the module that runs, from the outermost that does, as in `layers.3.mlp`."""
-        return module_path()
+        return traced.module_path() if traced.runs_a_node() else module_path()
 
     @functools.cached_property
     def path_in_region(self) -> str | None:
         """The path of the module that runs from the region's own module; None if it has none."""
-        return None if self.region is None else path_in(self.region)
+        if self.region is None:
+            return None
+        return traced.path_under(self.region) if traced.runs_a_node() else path_in(self.region)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the functions that run, given by `rekindle.name`, the innermost last."""
-        return names.get()
+        return traced.names() if traced.runs_a_node() else names.get()
 
     @property
     def nbytes(self) -> int:
@@ -171,6 +174,8 @@ def runs_one_of(functions: dict[CodeType, set[Any]]) -> bool:
 
     Several may share their code: then its first argument, the context, tells whose it is.
     """
+    if traced.runs_a_node():
+        return traced.runs_one_of(functions)
     for frame in _stack():
         classes = functions.get(frame.f_code)
         if classes is not None:
@@ -187,6 +192,8 @@ def inside(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return traced.named_call(function, name, args, kwargs)
         token = names.set((*names.get(), name))
         try:
             return function(*args, **kwargs)

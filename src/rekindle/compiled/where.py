@@ -1,0 +1,129 @@
+"""Where an op stands in the code, for a policy that is asked while a graph is made.
+
+By then Dynamo has made a flat graph of the region: no module is being called, and no function runs.
+What each op came from is written on its node, and the node that is run is in
+`torch.fx.traceback.current_meta`. That has no public form; tried on torch 2.11 and 2.13.
+"""
+
+import re
+import sys
+from collections.abc import Iterable
+from types import CodeType, FrameType
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.fx.traceback
+from torch import Tensor, nn
+
+_CALL = nn.Module._call_impl.__code__
+_ROOT = re.compile(r"^[LG]\[.*?\](?:.*\.cell_contents)?")
+_ITEM = re.compile(r"\._modules\[['\"]?([^\]'\"]*)['\"]?\]|\[['\"]?([^\]'\"]*)['\"]?\]")
+_NO_PARTS = {"", "_orig_mod"}
+_NAMES, _TENSOR = "rekindle_names", "rekindle_tensor"
+
+
+def _meta() -> dict[str, Any]:
+    return torch.fx.traceback.current_meta
+
+
+def runs_a_node() -> bool:
+    """Whether what runs is a node of a graph that Dynamo made, rather than a user's code."""
+    return "from_node" in torch.fx.traceback.current_meta
+
+
+def module_path() -> str:
+    """The path of the module that made the op: from the outermost module that is called now."""
+    stack = _meta().get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    key, (name, *_) = list(stack.items())[-1]
+    root = _outermost()
+    path = None if root is None else _path_of(str(key).partition("@")[0], root)
+    return _tidy(_of_source(name) if path is None else path)
+
+
+standing: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
+"""What stands in the place of modules' forwards, by the ids of the modules."""
+
+
+def path_under(policy: Any) -> str | None:
+    """The path of that module from the outermost one around it to which the policy was applied."""
+    stack = list(_meta().get("nn_module_stack") or {})
+    if not stack:
+        return ""
+    number = str(stack[-1]).partition("@")[0]
+    around = [each.__self__ for each in list(standing.values()) if each.way is policy]
+    paths = [path for module in around if (path := _path_of(number, module)) is not None]
+    return max(paths, key=len, default=None)
+
+
+def _outermost() -> nn.Module | None:
+    """The outermost module that is being called: one that calls what is compiled, or is it."""
+    found: nn.Module | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            found = frame.f_locals["self"]
+        frame = frame.f_back
+    return found
+
+
+def _path_of(number: str, root: nn.Module) -> str | None:
+    """The path of the module with this id."""
+    paths = (path for path, module in root.named_modules() if str(id(module)) == number)
+    return next(paths, None)
+
+
+def _of_source(name: str) -> str:
+    """A path from how Dynamo came by a module, as in `L['self'].layers.0`."""
+    rest = _ROOT.sub("", name.replace(".forward._module()", ""))  # by way of what stands there
+    return _ITEM.sub(lambda found: "." + (found[1] or found[2] or ""), rest)
+
+
+def _tidy(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part not in _NO_PARTS)
+
+
+def runs_one_of(codes: Iterable[CodeType]) -> bool:
+    """Whether the op was traced in one of these functions, or in what they call."""
+    trace: str = _meta().get("stack_trace") or ""
+    return any(_is_in(code, trace) for code in codes)
+
+
+_FRAME = re.compile(r'File "(.*?)", line (\d+), in (.*)')
+
+
+def _is_in(code: CodeType, trace: str) -> bool:
+    lines = {line for _, _, line in code.co_lines() if line is not None}
+    return any(
+        file == code.co_filename and name == code.co_name and int(line) in lines
+        for file, line, name in _FRAME.findall(trace)
+    )
+
+
+def named_call(function: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Call a function in code that is being compiled, so that its ops go by the name."""
+    with torch.fx.traceback.annotate({f"{_NAMES}:{name}": name}):
+        return function(*args, **kwargs)
+
+
+def named_tensor(tensor: Tensor, name: str) -> Tensor:
+    """The tensor, in code that is being compiled, by a view that bears the name."""
+    with torch.fx.traceback.annotate({_TENSOR: name}):
+        alias: Tensor = torch.ops.aten.alias(tensor)
+        return alias
+
+
+def names() -> tuple[str, ...]:
+    """The names of the functions that the op was traced in, the innermost last."""
+    custom = _meta().get("custom") or {}
+    return tuple(name for key, name in custom.items() if key.startswith(_NAMES))
+
+
+def tensor_name(op: Any) -> str | None:
+    """The name that the op gives to what it is given, if that is what it is there for."""
+    if op is not torch.ops.aten.alias.default:
+        return None
+    name: str | None = (_meta().get("custom") or {}).get(_TENSOR)
+    return name

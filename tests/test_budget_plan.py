@@ -1,0 +1,257 @@
+"""A plan as a value: saved and read again, printed, applied to a model, refused by another."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rekindle
+from rekindle.budget.execute import Numbered
+from rekindle.budget.values import Option
+from tests.toys import Block, Stack, gradients, same_bits
+
+KEEP = Option("keep", (), (), 100, 0, 0.001, 0.002, 110, 30)
+DROP = Option("recompute", (), (), 10, 0, 0.001, 0.003, 90, 120)
+SOME = Option("select", (1, 3), (5,), 40, 20, 0.001, 0.0025, 60, 70)
+
+
+def plan_of(*options: Option, **more: Any) -> rekindle.Plan:
+    values: dict[str, Any] = {
+        "model": "Stack",
+        "batch": "float32[4, 8]",
+        "device": "cpu",
+        "budget": 3 * 2**20,
+        "predicted_peak": 2 * 2**20,
+        "predicted_time": 0.015,
+        "plain_peak": 4 * 2**20,
+        "plain_time": 0.0125,
+        "gap": 0.0001,
+        "peak_at": "the backward of blocks.2",
+        "blocks": tuple((f"blocks.{i}", "Block", option) for i, option in enumerate(options)),
+    }
+    return rekindle.Plan(**{**values, **more})
+
+
+PLAN = plan_of(KEEP, DROP, SOME)
+
+
+def saved(plan: rekindle.Plan, folder: Path, **changes: Any) -> Path:
+    """A file with a plan in it, after some changes to its JSON; None takes a field away."""
+    path = folder / "plan.json"
+    plan.save(path)
+    values = json.loads(path.read_text())
+    values = {k: v for k, v in {**values, **changes}.items() if v is not None}
+    path.write_text(json.dumps(values))
+    return path
+
+
+@pytest.mark.parametrize("plan", [PLAN, PLAN.measured(123, 0.5)], ids=["predicted", "measured"])
+def test_a_plan_that_is_read_again_is_the_same(plan: rekindle.Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    again = rekindle.Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert repr(again) == repr(plan)
+
+
+def test_a_path_may_be_text(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    PLAN.save(path)
+    assert rekindle.Plan.load(path) == PLAN
+
+
+def test_a_plan_that_was_solved_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    plan = rekindle.solve(rekindle.profile(Stack(3, 16), torch.randn(64, 16)), "70%")
+    plan.save(tmp_path / "plan.json")
+    assert rekindle.Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_saved_plan_is_json_of_numbers_and_text(tmp_path: Path) -> None:
+    def kinds(value: Any) -> set[type]:
+        inner = value.values() if isinstance(value, dict) else value
+        if isinstance(value, dict | list):
+            return set().union(*(kinds(item) for item in inner))
+        return {type(value)}
+
+    PLAN.save(tmp_path / "plan.json")
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert kinds(values) <= {str, int, float, type(None)}
+    assert (values["schema"], values["version"]) == ("rekindle plan", 1)
+
+
+def test_a_saved_plan_has_every_field_of_the_plan(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values.keys() - {"schema", "version"} == vars(PLAN).keys()
+
+
+@pytest.mark.parametrize("schema", ["another's plan", None])
+def test_a_file_of_another_schema_is_refused(schema: str | None, tmp_path: Path) -> None:
+    path = saved(PLAN, tmp_path, schema=schema)
+    with pytest.raises(ValueError, match=r"plan\.json is not (a plan of rekindle's|JSON)"):
+        rekindle.Plan.load(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"rekindle plan"', "not json", ""])
+def test_a_file_that_is_no_plan_at_all_is_refused_by_its_name(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"plan\.json is not (a plan of rekindle's|JSON)"):
+        rekindle.Plan.load(path)
+
+
+def test_another_version_is_refused_with_both(tmp_path: Path) -> None:
+    path = saved(PLAN, tmp_path, version=2)
+    with pytest.raises(ValueError, match="has version 2, but this rekindle reads 1"):
+        rekindle.Plan.load(path)
+
+
+def test_a_plan_without_one_of_its_fields_is_refused_with_its_name(tmp_path: Path) -> None:
+    path = saved(PLAN, tmp_path, blocks=None)
+    with pytest.raises(ValueError, match="blocks"):
+        rekindle.Plan.load(path)
+
+
+def test_a_plan_with_a_field_too_many_is_refused_with_its_name(tmp_path: Path) -> None:
+    path = saved(PLAN, tmp_path, colour="red")
+    with pytest.raises(ValueError, match="colour"):
+        rekindle.Plan.load(path)
+
+
+def test_a_plan_with_a_fate_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    path = saved(plan_of(*[replace(KEEP, fate="burn")] * 3), tmp_path)
+    with pytest.raises(ValueError, match="burn"):
+        rekindle.apply(Stack(3), rekindle.Plan.load(path))
+
+
+def test_a_plan_for_another_class_is_refused_with_both() -> None:
+    with pytest.raises(ValueError, match="plan is for a Stack, but the model is a Sequential"):
+        rekindle.apply(nn.Sequential(Stack(3)), PLAN)
+
+
+def test_a_plan_with_more_blocks_is_refused_with_the_one_that_is_missing() -> None:
+    with pytest.raises(ValueError, match=r"plan has a Block at 'blocks\.2', but the model has not"):
+        rekindle.apply(Stack(2), PLAN)
+
+
+def test_a_plan_with_fewer_blocks_is_refused_with_the_one_too_many() -> None:
+    with pytest.raises(ValueError, match=r"blocks\.3"):
+        rekindle.apply(Stack(4), PLAN)
+
+
+def test_a_plan_for_blocks_of_another_class_is_refused_with_both() -> None:
+    model = Stack(3)
+    model.blocks[1] = nn.Identity()
+    with pytest.raises(ValueError, match=r"a Block at 'blocks\.1', but the model has Identity"):
+        rekindle.apply(model, PLAN)
+
+
+def test_a_plan_that_is_refused_leaves_the_model_as_it_is() -> None:
+    model = Stack(2)
+    rekindle.apply(model, "recompute")
+    before = [vars(block)["forward"] for block in model.blocks]
+    with pytest.raises(ValueError, match="plan"):
+        rekindle.apply(model, PLAN)
+    assert [vars(block)["forward"] for block in model.blocks] == before
+
+
+def test_each_block_is_given_what_its_option_says() -> None:
+    applied = rekindle.apply(Stack(3), PLAN)
+    assert [(entry.path, entry.what) for entry in applied.entries] == [
+        ("blocks.0", "keep"),
+        ("blocks.1", "recompute"),
+        ("blocks.2", Numbered(frozenset({1, 3}), frozenset({5}))),
+    ]
+
+
+def test_what_is_applied_prints() -> None:
+    assert str(rekindle.apply(Stack(3), PLAN)) == "\n".join(
+        [
+            "Stack",
+            "  blocks.0: Block: keep",
+            "  blocks.1: Block: recompute",
+            "  blocks.2: Block: <keep ops [1, 3], offload ops [5], recompute the rest>",
+        ]
+    )
+
+
+def test_removing_a_plan_leaves_the_model_as_it_was() -> None:
+    model = Stack(3)
+    before = [dict(vars(module)) for module in model.modules()]
+    rekindle.apply(model, PLAN)
+    rekindle.remove(model)
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_a_plan_that_was_saved_does_what_it_did_before(tmp_path: Path) -> None:
+    plan = plan_of(DROP, replace(SOME, offloaded=()), DROP)
+    plan.save(tmp_path / "plan.json")
+    model, x = Stack(3, drop=0.3), torch.randn(4, 8)
+    leaves = list(model.parameters())
+    plain = gradients(lambda: model(x), leaves)[1]
+    rekindle.apply(model, rekindle.Plan.load(tmp_path / "plan.json"))
+    with rekindle.observe() as seen:
+        planned = gradients(lambda: model(x), leaves)[1]
+    assert (seen.total.forwards, seen.total.replays) == (3, 3)
+    assert all(map(same_bits, plain, planned))
+
+
+def test_a_plan_replaces_what_was_applied_before() -> None:
+    model = Stack(3)
+    rekindle.apply(model, "recompute")
+    rekindle.apply(model, plan_of(KEEP, KEEP, DROP))
+    with rekindle.observe() as seen:
+        model(torch.randn(4, 8)).sum().backward()
+    assert seen.total.replays == 1
+
+
+def test_a_plan_says_whether_it_offloads() -> None:
+    assert PLAN.offloads
+    assert not plan_of(KEEP, DROP).offloads
+
+
+def test_a_plan_prints_what_happens_to_which_blocks_and_what_it_costs() -> None:
+    assert str(plan_of(DROP, DROP, KEEP)) == "\n".join(
+        [
+            "Plan for Stack within 3 MiB",
+            "  predicted peak  2 MiB in the backward of blocks.2 (without a plan 4 MiB)",
+            "  predicted time  15.0 ms a step (1.20x without a plan)",
+            "  blocks.0-1: 2 x Block: recompute: 10 B held, 4.00 ms",
+            "  blocks.2: 1 x Block: keep: 100 B held, 3.00 ms",
+        ]
+    )
+
+
+def test_a_plan_prints_what_was_measured_and_what_moves() -> None:
+    lines = str(PLAN.measured(2**20, 0.0142)).splitlines()
+    assert lines[3] == "  measured        1 MiB, 14.2 ms a step"
+    assert lines[-1] == (
+        "  blocks.2: 1 x Block: keep 2 ops' results, offload 1, recompute the rest: "
+        "40 B held, 20 B moved, 3.50 ms"
+    )
+
+
+def test_a_plan_for_a_model_that_is_one_block_prints_its_class() -> None:
+    lines = str(plan_of(model="Block", blocks=(("", "Block", DROP),))).splitlines()
+    assert lines[-1] == "  Block: 1 x Block: recompute: 10 B held, 4.00 ms"
+
+
+def test_a_plan_for_a_model_that_is_one_block_applies_to_it() -> None:
+    model = Block()
+    rekindle.apply(model, plan_of(model="Block", blocks=(("", "Block", DROP),)))
+    with rekindle.observe() as seen:
+        model(torch.randn(4, 8)).sum().backward()
+    assert seen.total.replays == 1
+
+
+def test_a_profile_prints_its_blocks_with_their_options() -> None:
+    pytest.importorskip("scipy")
+    x = torch.randn(64, 16, requires_grad=True)
+    lines = str(rekindle.profile(Stack(3, 16), x)).splitlines()
+    assert lines[0] == "Stack on cpu: 3 blocks, 1 distinct"
+    assert [line.split(":")[0].strip() for line in lines[2:5]] == ["Block", "keep", "recompute"]

@@ -1,0 +1,253 @@
+"""The simulated timeline: by hand, and against the storages of real steps on a CPU.
+
+Where the peak is in the head and the loss, or in the forward, a prediction is exact; in a block's
+backward it may be off by what a real backward frees sooner. It is within 5 % either way.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rekindle
+from benchmarks.decoder import Decoder, Shape
+from rekindle.budget.front import _plan, try_out
+from rekindle.budget.simulate import link_seconds, simulate
+from rekindle.budget.values import BlockProfile, Option, Profile
+from tests.toys import Block, Stack
+
+pytest.importorskip("scipy")
+
+KEEP = Option("keep", (), (), 100, 0, 1.0, 2.0, 110, 30)
+DROP = Option("recompute", (), (), 10, 0, 1.0, 3.0, 90, 120)
+MOVE = Option("select", (), (1,), 10, 50, 1.0, 2.0, 60, 70)
+
+
+def profile_of(count: int, **more: Any) -> Profile:
+    values: dict[str, Any] = {
+        "static_bytes": 0,
+        "before_bytes": 0,
+        "rest_peak": 0,
+        "rest_seconds": 0.0,
+        "bytes_per_second": 100.0,
+    }
+    return Profile(
+        model="Toy",
+        device="none",
+        batch="",
+        blocks=(BlockProfile("Block", "Block", (KEEP, DROP, MOVE)),),
+        order=tuple((f"blocks.{i}", 0) for i in range(count)),
+        **{**values, **more},
+    )
+
+
+def test_what_blocks_hold_adds_up_until_the_backward_begins() -> None:
+    assert simulate(profile_of(3, rest_peak=1000), [KEEP, DROP, KEEP]).peak == 100 + 10 + 100 + 1000
+
+
+def test_the_peak_of_the_last_backward_is_on_top_of_all_that_is_held() -> None:
+    found = simulate(profile_of(3), [KEEP, KEEP, DROP])
+    assert (found.peak, found.at) == (100 + 100 + 10 + 120, "the backward of blocks.2")
+
+
+def test_a_block_that_replays_first_of_all_does_so_when_the_others_are_gone() -> None:
+    found = simulate(profile_of(3), [DROP, KEEP, KEEP])
+    assert (found.peak, found.at) == (10 + 100 + 100 + 30, "the backward of blocks.2")
+
+
+def test_a_peak_in_the_forward_is_above_what_is_held_before() -> None:
+    workspace = Option("keep", bytes_held=10, forward_peak=500, backward_peak=20)
+    found = simulate(profile_of(2), [KEEP, workspace])
+    assert (found.peak, found.at) == (100 + 500, "the forward of blocks.1")
+
+
+def test_what_is_there_all_the_time_and_before_the_first_block_is_below_it_all() -> None:
+    bare = simulate(profile_of(2), [KEEP, DROP]).peak
+    assert simulate(profile_of(2, static_bytes=7000, before_bytes=50), [KEEP, DROP]).peak == (
+        bare + 7050
+    )
+
+
+def test_two_copies_of_the_largest_move_are_under_way() -> None:
+    still = Option("select", (1,), (), 10, 0, 1.0, 2.0, 60, 70)
+    bare = simulate(profile_of(2), [still, KEEP]).peak
+    assert simulate(profile_of(2), [MOVE, KEEP]).peak == bare + 2 * 50
+
+
+def test_time_is_that_of_the_blocks_and_of_the_rest() -> None:
+    assert simulate(profile_of(2, rest_seconds=0.5), [KEEP, DROP]).seconds == 0.5 + 3.0 + 4.0
+
+
+def test_a_link_with_time_enough_costs_none() -> None:
+    assert link_seconds(profile_of(2), [MOVE, MOVE]) == 0.0
+
+
+def test_a_slow_link_is_waited_for_both_ways() -> None:
+    profile = profile_of(2, bytes_per_second=10.0)
+    assert link_seconds(profile, [MOVE, MOVE]) == (10.0 - 2.0) + (10.0 - 4.0)
+
+
+def test_without_moves_no_link_is_needed() -> None:
+    assert link_seconds(profile_of(2, bytes_per_second=0.0), [KEEP, DROP]) == 0.0
+
+
+class Language(nn.Module):
+    """An embedding, blocks, a head and a loss."""
+
+    def __init__(self, vocabulary: int = 40, dim: int = 16, depth: int = 4, drop: float = 0.1):
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, dim)
+        self.stack = Stack(depth, dim, drop)
+        self.head = nn.Linear(dim, vocabulary)
+
+    def forward(self, words: Tensor, following: Tensor) -> Tensor:
+        out = self.head(self.stack(self.words(words)))
+        return nn.functional.cross_entropy(out, following)
+
+
+class TwoKinds(nn.Module):
+    """Wide blocks, then narrow ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.ModuleList(Block(32) for _ in range(2))
+        self.between = nn.Linear(32, 16)
+        self.narrow = nn.ModuleList(Block(16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.wide:
+            x = block(x)
+        x = self.between(x)
+        for block in self.narrow:
+            x = block(x)
+        return x.square().mean()
+
+
+SHAPE = Shape("test", dim=32, ffn=64, heads=4, kv_heads=2, layers=3, batch=2, tokens=64)
+Case = Callable[[], tuple[nn.Module, Any]]
+
+
+def words(count: int = 512, vocabulary: int = 40) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(vocabulary, (2, count))
+    return drawn[0], drawn[1]
+
+
+def language() -> tuple[nn.Module, Any]:
+    return Language(), words()
+
+
+def many_words() -> tuple[nn.Module, Any]:
+    """The gradient of the embedding is far larger than any block."""
+    return Language(vocabulary=4000, depth=2), words(16, vocabulary=4000)
+
+
+def stack() -> tuple[nn.Module, Any]:
+    """The first block's input needs no gradient, the others' do."""
+    return Stack(4, 16, drop=0.1), torch.randn(512, 16)
+
+
+def two_kinds() -> tuple[nn.Module, Any]:
+    return TwoKinds(), torch.randn(512, 32)
+
+
+def decoder() -> tuple[nn.Module, Any]:
+    return Decoder(SHAPE, dtype=torch.float32), SHAPE.hidden_states(dtype=torch.float32)
+
+
+def half_frozen() -> tuple[nn.Module, Any]:
+    """Blocks of one class and shape, of which half learn nothing."""
+    model = Stack(4, 16)
+    model.blocks[:2].requires_grad_(False)
+    return model, torch.randn(512, 16)
+
+
+def frozen_between() -> tuple[nn.Module, Any]:
+    model = Language()
+    model.stack.blocks[1:3].requires_grad_(False)
+    return model, words()
+
+
+class Embedded(nn.Module):
+    """Hardly anything around an embedding whose gradient is the largest tensor of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4000, 16)
+        self.stack = Stack(2, 16)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.stack(self.words(words)).square().mean()  # type: ignore[no-any-return]
+
+
+def large_embedding() -> tuple[nn.Module, Any]:
+    return Embedded(), torch.randint(4000, (16,))
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (
+        language,
+        many_words,
+        stack,
+        two_kinds,
+        decoder,
+        half_frozen,
+        frozen_between,
+        large_embedding,
+    )
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+_ROUGH = ("stack", "half_frozen", "two_kinds", "large_embedding")
+"""Where what is outside the blocks in backward, or which of them learn, is not predicted yet."""
+CLOSE = {name: case for name, case in CASES.items() if name not in _ROUGH}
+every_close_case = pytest.mark.parametrize("case", CLOSE.values(), ids=CLOSE)
+
+
+def plans(profile: Profile) -> list[list[Option]]:
+    """All kept, all recomputed, and some at random."""
+    draw = random.Random(0)
+    menus = [profile.options(i) for i in range(len(profile.order))]
+    alike = [
+        [next(o for o in menu if o.fate == fate) for menu in menus]
+        for fate in ("keep", "recompute")
+    ]
+    return alike + [[draw.choice(menu) for menu in menus] for _ in range(4)]
+
+
+def peaks(model: nn.Module, batch: Any) -> list[tuple[str, int, int]]:
+    """Where the peak is, and how high as simulated and as measured, for some plans."""
+    profile = rekindle.profile(model, batch)
+    found = []
+    for options in plans(profile):
+        prediction = simulate(profile, options)
+        plan = _plan(profile, 0, options, prediction, 0.0)
+        found.append((prediction.at, prediction.peak, try_out(model, batch, plan, profile)[0]))
+    return found
+
+
+@every_close_case
+def test_a_predicted_peak_is_within_5_percent_of_the_measured_one(case: Case) -> None:
+    found = peaks(*case())
+    assert [p for p in found if not 0.95 <= p[1] / p[2] <= 1.05] == []
+
+
+@every_close_case
+def test_a_measured_peak_is_never_above_the_predicted_one(case: Case) -> None:
+    found = peaks(*case())
+    assert [p for p in found if p[2] > p[1]] == []
+
+
+def test_a_peak_in_the_head_and_the_loss_is_predicted_to_the_byte() -> None:
+    found = [p for p in peaks(*language()) if p[0] == "the head and the loss"]
+    assert len(found) >= 2
+    assert [p for p in found if p[1] != p[2]] == []
+
+
+def test_a_plain_step_is_predicted_to_the_byte() -> None:
+    model, batch = language()
+    profile = rekindle.profile(model, batch)
+    plan = rekindle.solve(profile, "100%")
+    assert try_out(model, batch, plan, profile)[0] == plan.plain_peak

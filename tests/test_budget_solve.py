@@ -1,0 +1,400 @@
+"""The solver, on profiles written by hand: against every choice there is."""
+
+import itertools
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+import rekindle
+from rekindle.budget.simulate import simulate
+from rekindle.budget.solving import Choice, choose, smallest
+from rekindle.budget.values import BlockProfile, Option, Prediction, Profile
+from rekindle.sizes import parse_bytes
+
+pytest.importorskip("scipy")
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+GAP = 1e-3
+"""A share of the time: more than HiGHS is asked for, less than anybody would notice."""
+
+
+def random_option(draw: random.Random, fate: str, size: int, second: float, link: bool) -> Option:
+    """More held, less to run again; what is moved is not held."""
+    share = {"keep": 1.0, "recompute": 0.1}.get(fate) or draw.uniform(0.15, 0.9)
+    held = int(share * size)
+    moved = int(draw.uniform(0.2, 0.9) * held) if link and fate == "select" else 0
+    forward = second * draw.uniform(1, 1.3)
+    return Option(
+        fate,
+        kept=(1, 2) if fate == "select" and not moved else (),
+        offloaded=(1, 2) if moved else (),
+        bytes_held=held - moved,
+        bytes_moved=moved,
+        forward_seconds=forward,
+        backward_seconds=2 * forward + (1 - share) * second * draw.uniform(0.5, 1.5),
+        forward_peak=int(held * draw.uniform(1, 1.4)),
+        backward_peak=int(size * draw.uniform(0.2, 1.2)),
+    )
+
+
+def random_profile(
+    seed: int,
+    *,
+    kinds: int = 2,
+    blocks: int = 5,
+    link: bool = True,
+    unit: int = MIB,
+    second: float = 1e-3,
+) -> Profile:
+    """Kinds of blocks in any order, with menus of four; link: an option moves some bytes."""
+    draw = random.Random(seed)
+    known = []
+    for name in ("Left", "Right")[:kinds]:
+        size = int(draw.uniform(50, 150) * unit)
+        fates = [("keep", False), ("recompute", False), ("select", False), ("select", link)]
+        menu = tuple(random_option(draw, fate, size, second, moves) for fate, moves in fates)
+        known.append(BlockProfile(name, name, menu))
+    order = tuple((f"blocks.{i}", draw.randrange(kinds)) for i in range(blocks))
+    return Profile(
+        model="Toy",
+        device="none",
+        batch="a batch",
+        static_bytes=int(draw.uniform(0, 300) * unit),
+        before_bytes=int(draw.uniform(0, 30) * unit),
+        rest_peak=int(draw.uniform(0, 200) * unit),
+        rest_seconds=second,
+        bytes_per_second=100 * unit / second / 3 if link else 0.0,
+        blocks=tuple(known),
+        order=order,
+    )
+
+
+def layers(count: int, kinds: int = 1) -> Profile:
+    """The layers of a large model, with menus as long as one that was measured."""
+    known = tuple(
+        BlockProfile(f"Layer{i}", f"Layer{i}", long_menu((1.7 - 0.4 * i) * GIB))
+        for i in range(kinds)
+    )
+    order = tuple((f"layers.{i}", i % kinds) for i in range(count))
+    return Profile("Llama", "none", "a batch", 0, 64 * MIB, GIB, 5e-3, 55e9, known, order)
+
+
+def long_menu(size: float) -> tuple[Option, ...]:
+    shares = (1.0, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+    menu = [
+        Option(
+            "keep" if share == 1 else "recompute" if share == 0.1 else "select",
+            bytes_held=int(share * size),
+            forward_seconds=8e-3,
+            backward_seconds=16e-3 + (1 - share) ** 2 * 7.7e-3,
+            forward_peak=int((share + 0.1) * size),
+            backward_peak=int((1.3 - share) * size),
+        )
+        for share in shares
+    ]
+    menu += [
+        replace(o, bytes_held=o.bytes_held // 9, bytes_moved=8 * o.bytes_held // 9)
+        for o in menu
+        if o.fate == "select"
+    ]
+    return tuple(menu)
+
+
+def all_choices(profile: Profile) -> list[Prediction]:
+    menus = [profile.options(i) for i in range(len(profile.order))]
+    return [simulate(profile, options) for options in itertools.product(*menus)]
+
+
+def budgets(choices: list[Prediction], count: int = 6) -> list[int]:
+    """From the lowest peak there is to the highest."""
+    peaks = sorted({choice.peak for choice in choices})
+    return [peaks[i * (len(peaks) - 1) // (count - 1)] for i in range(count)]
+
+
+def fastest(choices: list[Prediction], budget: int) -> float:
+    return min(choice.seconds for choice in choices if choice.peak <= budget)
+
+
+def chosen(profile: Profile, budget: int) -> Choice:
+    choice = choose(profile, budget)
+    assert choice is not None, "something fits"
+    return choice
+
+
+SEEDS = range(8)
+every_profile = pytest.mark.parametrize("seed", SEEDS)
+of_one_kind_and_of_two = pytest.mark.parametrize("kinds", [1, 2], ids=["one kind", "two kinds"])
+with_and_without_a_link = pytest.mark.parametrize("link", [True, False], ids=["link", "no link"])
+SCALES = {
+    "a large model": (16 * MIB, 1e-1),
+    "a usual model": (MIB, 1e-3),
+    "a toy": (KIB, 1e-5),
+    "a toy's toy": (7, 1e-6),  # contrived: so small that a solver's tolerances would show
+}
+every_scale = pytest.mark.parametrize(("unit", "second"), SCALES.values(), ids=SCALES)
+
+
+@every_profile
+@of_one_kind_and_of_two
+@with_and_without_a_link
+def test_no_choice_within_the_budget_is_faster(seed: int, kinds: int, link: bool) -> None:
+    profile = random_profile(seed, kinds=kinds, link=link)
+    choices = all_choices(profile)
+    for budget in budgets(choices):
+        found = chosen(profile, budget)
+        assert found.prediction.seconds <= fastest(choices, budget) * (1 + GAP)
+
+
+@every_scale
+@of_one_kind_and_of_two
+@pytest.mark.parametrize("seed", range(4))
+def test_no_choice_is_faster_whatever_the_scale(
+    seed: int, kinds: int, unit: int, second: float
+) -> None:
+    profile = random_profile(seed, kinds=kinds, unit=unit, second=second, blocks=4)
+    choices = all_choices(profile)
+    for budget in budgets(choices):
+        found = chosen(profile, budget)
+        assert found.prediction.seconds <= fastest(choices, budget) * (1 + GAP)
+
+
+@every_scale
+@of_one_kind_and_of_two
+@pytest.mark.parametrize("seed", range(4))
+def test_the_peak_is_never_above_the_budget(
+    seed: int, kinds: int, unit: int, second: float
+) -> None:
+    profile = random_profile(seed, kinds=kinds, unit=unit, second=second, blocks=4)
+    for budget in budgets(all_choices(profile), count=12):
+        assert chosen(profile, budget).prediction.peak <= budget
+
+
+@every_profile
+@of_one_kind_and_of_two
+def test_a_budget_a_byte_below_the_lowest_peak_fits_nothing(seed: int, kinds: int) -> None:
+    profile = random_profile(seed, kinds=kinds)
+    least = min(choice.peak for choice in all_choices(profile))
+    assert choose(profile, least) is not None
+    # HiGHS minds rows to a millionth of a MiB, about a byte.
+    assert choose(profile, least - 64) is None
+
+
+@every_profile
+@of_one_kind_and_of_two
+def test_a_choice_is_what_the_simulation_says_of_it(seed: int, kinds: int) -> None:
+    profile = random_profile(seed, kinds=kinds)
+    for budget in budgets(all_choices(profile)):
+        found = chosen(profile, budget)
+        assert found.prediction == simulate(profile, found.options)
+
+
+@every_profile
+@of_one_kind_and_of_two
+@with_and_without_a_link
+def test_a_smaller_budget_is_never_faster(seed: int, kinds: int, link: bool) -> None:
+    profile = random_profile(seed, kinds=kinds, link=link)
+    wide_to_narrow = reversed(budgets(all_choices(profile), count=10))
+    times = [chosen(profile, budget).prediction.seconds for budget in wide_to_narrow]
+    for wide, narrow in itertools.pairwise(times):
+        assert narrow >= wide * (1 - GAP)
+
+
+@every_profile
+@with_and_without_a_link
+def test_a_smaller_budget_never_peaks_higher(seed: int, link: bool) -> None:
+    profile = random_profile(seed, kinds=1, link=link)
+    wide_to_narrow = reversed(budgets(all_choices(profile), count=10))
+    peaks = [chosen(profile, budget).prediction.peak for budget in wide_to_narrow]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_a_smaller_budget_never_peaks_higher_where_many_choices_take_the_same_time() -> None:
+    """Contrived: alike blocks, so that which of them recompute changes the peak, not the time."""
+    keep = Option("keep", bytes_held=100 * MIB, forward_peak=100 * MIB, backward_peak=20 * MIB)
+    drop = Option("recompute", bytes_held=5 * MIB, forward_peak=90 * MIB, backward_peak=110 * MIB)
+    keep = replace(keep, forward_seconds=1e-3, backward_seconds=2e-3)
+    drop = replace(drop, forward_seconds=1e-3, backward_seconds=3e-3)
+    block = BlockProfile("Block", "Block", (keep, drop))
+    order = tuple((f"blocks.{i}", 0) for i in range(6))
+    profile = Profile("Toy", "none", "", 0, 0, 0, 0.0, 0.0, (block,), order)
+    top = simulate(profile, [keep] * 6).peak
+    low = smallest(profile).prediction.peak
+    found = [chosen(profile, top - (top - low) * i // 40).prediction for i in range(41)]
+    assert [p.peak for p in found] == sorted((p.peak for p in found), reverse=True)
+
+
+@every_profile
+@of_one_kind_and_of_two
+def test_the_smallest_is_the_lowest_peak_there_is(seed: int, kinds: int) -> None:
+    profile = random_profile(seed, kinds=kinds)
+    least = min(choice.peak for choice in all_choices(profile))
+    assert least <= smallest(profile).prediction.peak <= least * 1.003
+
+
+def test_the_smallest_is_found_where_what_holds_most_peaks_lowest() -> None:
+    """Contrived: replaying takes less time than keeping, and more room."""
+    keep = Option("keep", (), (), 100 * MIB, 0, 1.0, 3.0, 100 * MIB, 0)
+    drop = Option("recompute", (), (), 90 * MIB, 0, 1.0, 2.0, 100 * MIB, 60 * MIB)
+    block = BlockProfile("Block", "Block", (keep, drop))
+    profile = Profile("Toy", "none", "", 0, 0, 0, 0.0, 0.0, (block,), (("0", 0),))
+    assert smallest(profile).prediction.peak == 100 * MIB
+
+
+def test_a_budget_that_nothing_fits_into_is_refused_with_the_budget() -> None:
+    with pytest.raises(rekindle.BudgetError, match=r"No plan fits into 1 KiB\."):
+        rekindle.solve(random_profile(0), "1KiB")
+
+
+@every_profile
+@of_one_kind_and_of_two
+def test_the_least_budget_that_a_refusal_names_works(seed: int, kinds: int) -> None:
+    profile = random_profile(seed, kinds=kinds)
+    with pytest.raises(rekindle.BudgetError) as refused:
+        rekindle.solve(profile, 1)
+    named = re.search(r"The least that works is ([\d.]+ \w+),", str(refused.value))
+    assert named is not None
+    plan = rekindle.solve(profile, named[1])
+    assert plan.predicted_peak <= parse_bytes(named[1], "budget")
+
+
+@every_profile
+def test_a_refusal_names_a_budget_close_to_the_least_there_is(seed: int) -> None:
+    profile = random_profile(seed)
+    with pytest.raises(rekindle.BudgetError) as refused:
+        rekindle.solve(profile, 1)
+    named = re.search(r"The least that works is ([\d.]+ \w+),", str(refused.value))
+    assert named is not None
+    least = min(choice.peak for choice in all_choices(profile))
+    assert parse_bytes(named[1], "budget") == pytest.approx(least, rel=5e-3)
+
+
+def test_a_refusal_says_what_is_there_all_the_time_and_where_the_peak_is() -> None:
+    profile = replace(random_profile(0), static_bytes=123 * MIB)
+    least = smallest(profile)
+    with pytest.raises(rekindle.BudgetError) as refused:
+        rekindle.solve(profile, 1)
+    assert "of which 123 MiB are parameters, gradients, optimizer state" in str(refused.value)
+    assert str(refused.value).endswith(f"the peak is in {least.prediction.at}.")
+
+
+def test_with_room_for_all_the_fastest_is_taken() -> None:
+    profile = random_profile(1, link=False)
+    best = [min(profile.options(i), key=lambda o: o.seconds) for i in range(len(profile.order))]
+    assert chosen(profile, 100 * GIB).prediction.seconds == simulate(profile, best).seconds
+
+
+def test_of_options_that_take_the_same_time_the_one_that_holds_less_is_taken() -> None:
+    more = Option("keep", bytes_held=9 * MIB, forward_seconds=1.0, backward_seconds=1.0)
+    less = replace(more, fate="recompute", bytes_held=3 * MIB)
+    block = BlockProfile("Block", "Block", (more, less))
+    profile = Profile("Toy", "none", "", 0, 0, 0, 0.0, 0.0, (block,), (("0", 0), ("1", 0)))
+    assert chosen(profile, GIB).options == (less, less)
+
+
+def test_bytes_are_moved_where_the_link_has_time_for_them() -> None:
+    keep = Option("keep", (), (), 100 * MIB, 0, 1.0, 2.0, 100 * MIB, 0)
+    drop = Option("recompute", (), (), 0, 0, 1.0, 3.0, 100 * MIB, 100 * MIB)
+    move = Option("select", (), (1,), 0, 100 * MIB, 1.0, 2.0, 100 * MIB, 100 * MIB)
+    block = BlockProfile("Block", "Block", (keep, drop, move))
+    order = tuple((str(i), 0) for i in range(4))
+    fast = Profile("Toy", "none", "", 0, 0, 0, 0.0, 200.0 * MIB, (block,), order)
+    slow = replace(fast, bytes_per_second=10.0 * MIB)
+    assert chosen(fast, 350 * MIB).options == (move, move, move, move)
+    assert chosen(fast, 350 * MIB).prediction.seconds == pytest.approx(4 * 3.0)
+    assert move not in chosen(slow, 350 * MIB).options
+
+
+def test_every_block_of_a_plan_has_its_path_and_kind_in_the_order_of_the_forward() -> None:
+    profile = random_profile(3)
+    plan = rekindle.solve(profile, "70%")
+    kinds = [(path, profile.blocks[index].kind) for path, index in profile.order]
+    assert [(path, kind) for path, kind, _ in plan.blocks] == kinds
+
+
+def test_a_plan_says_what_happens_without_it() -> None:
+    profile = random_profile(3, link=False)
+    keep = [profile.options(i)[0] for i in range(len(profile.order))]
+    plan = rekindle.solve(profile, "80%")
+    plain = simulate(profile, keep)
+    assert (plan.plain_peak, plan.plain_time) == (plain.peak, plain.seconds)
+
+
+def test_a_share_is_one_of_the_peak_of_activations() -> None:
+    profile = random_profile(3)
+    keep = [profile.options(i)[0] for i in range(len(profile.order))]
+    activations = simulate(profile, keep).peak - profile.static_bytes
+    assert rekindle.solve(profile, "80%").budget == profile.static_bytes + int(0.8 * activations)
+
+
+@pytest.mark.parametrize("share", ["90%", "50%", "25%"])
+def test_a_plan_of_128_layers_is_as_good_as_there_is(share: str) -> None:
+    plan = rekindle.solve(layers(128, 1), share)
+    assert plan.predicted_peak <= plan.budget
+    assert plan.gap <= 1e-5
+
+
+def test_a_frontier_begins_where_no_memory_is_saved() -> None:
+    profile = random_profile(0, link=False)
+    best = min(choice.seconds for choice in all_choices(profile))
+    assert rekindle.frontier(profile)[0].seconds == pytest.approx(best, rel=GAP)
+
+
+@every_profile
+@of_one_kind_and_of_two
+def test_a_frontier_ends_at_the_least_that_works(seed: int, kinds: int) -> None:
+    profile = random_profile(seed, kinds=kinds)
+    least = min(choice.peak for choice in all_choices(profile))
+    assert rekindle.frontier(profile)[-1].peak == pytest.approx(least, rel=3e-3)
+
+
+@every_profile
+def test_along_a_frontier_peaks_fall_and_times_rise(seed: int) -> None:
+    points = rekindle.frontier(random_profile(seed))
+    for point, after in itertools.pairwise(points):
+        assert after.peak < point.peak
+        assert after.seconds >= point.seconds * (1 - GAP)
+
+
+def test_a_point_of_a_frontier_is_what_its_plan_predicts() -> None:
+    for point in rekindle.frontier(random_profile(2)):
+        assert (point.peak, point.seconds) == (
+            point.plan.predicted_peak,
+            point.plan.predicted_time,
+        )
+        assert point.peak <= point.plan.budget
+
+
+def test_a_frontier_has_at_most_the_points_asked_for() -> None:
+    profile = random_profile(0)
+    assert len(rekindle.frontier(profile, 1)) == 1
+    assert len(rekindle.frontier(profile, 3)) <= 3
+
+
+@pytest.mark.parametrize("points", [0, -1])
+def test_a_frontier_without_points_is_refused(points: int) -> None:
+    with pytest.raises(ValueError, match="points"):
+        rekindle.frontier(random_profile(0), points)
+
+
+@pytest.mark.parametrize("budget", ["0%", "-5%", "nan%", "inf%", "%", "5 percent", "", "-1", "4GX"])
+def test_a_budget_that_is_no_size_and_no_share_is_refused(budget: str) -> None:
+    with pytest.raises(ValueError, match="budget"):
+        rekindle.solve(random_profile(0), budget)
+
+
+@pytest.mark.parametrize("budget", [True, 1.5, None, [1]])
+def test_a_budget_of_another_type_is_refused(budget: object) -> None:
+    with pytest.raises(TypeError, match="budget"):
+        rekindle.solve(random_profile(0), budget)  # type: ignore[arg-type]
+
+
+def test_a_negative_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        rekindle.solve(random_profile(0), -1)
+
+
+def test_solve_takes_a_profile_and_nothing_else() -> None:
+    with pytest.raises(TypeError, match="profile"):
+        rekindle.solve("a model", "50%")  # type: ignore[arg-type]

@@ -1,0 +1,238 @@
+"""Offload and compiled code: of what a graph saves, and of what a policy names inside one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rekindle
+from rekindle import policies
+from rekindle.compiled import tags
+from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler
+from tests.toys import Stack, assert_same_step
+
+pytestmark = TORCHS_WARNINGS
+
+
+@pytest.fixture(autouse=True)
+def fresh(new_engines: None) -> Iterator[None]:
+    with fresh_compiler():
+        yield
+
+
+def leaf(*shape: int, **options: Any) -> Tensor:
+    return torch.randn(*shape, requires_grad=True, **options)
+
+
+def to_disk() -> Any:
+    return rekindle.offload(tier="disk", quota=1.0, min_bytes=1)
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+
+
+@BACKENDS
+def test_what_a_compiled_module_saves_is_offloaded(backend: str, written_at_once: None) -> None:
+    stack, x = Stack(3), leaf(16, 8)
+    compiled = torch.compile(stack, backend=backend, fullgraph=True)
+
+    def offloaded() -> Any:
+        with to_disk():
+            return compiled(x)
+
+    assert_same_step(lambda: compiled(x), offloaded, [x, *stack.parameters()])
+    with rekindle.observe() as seen:
+        offloaded().sum().backward()
+    assert seen.spill.tensors_out > 0
+    assert seen.spill.bytes_in == seen.spill.bytes_out
+
+
+def test_compiled_blocks_are_offloaded_one_by_one(written_at_once: None) -> None:
+    stack, x = Stack(3), leaf(16, 8)
+    for block in stack.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+
+    def offloaded() -> Any:
+        with to_disk():
+            return stack(x)
+
+    assert_same_step(lambda: stack(x), offloaded, [x, *stack.parameters()])
+    with rekindle.observe() as seen:
+        offloaded().sum().backward()
+    assert seen.spill.tensors_out > 0
+
+
+@BACKENDS
+def test_offload_inside_a_compiled_function_works(backend: str, written_at_once: None) -> None:
+    layers, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), leaf(4, 8)
+    away = to_disk()
+
+    @torch.compile(backend=backend)
+    def run(x: Tensor) -> Any:
+        y = x.sin()
+        with away:
+            return layers(y)
+
+    with rekindle.observe() as seen:
+        run(x).sum().backward()
+    assert seen.spill.tensors_out > 0
+    assert_same_step(lambda: layers(x.sin()), lambda: run(x), [x, *layers.parameters()])
+
+
+def test_offload_that_is_made_inside_a_compiled_function_works(written_at_once: None) -> None:
+    layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+
+    @torch.compile(backend="aot_eager")
+    def run(x: Tensor) -> Any:
+        with rekindle.offload(tier="disk", quota=1.0, min_bytes=1):
+            return layers(x)
+
+    with rekindle.observe() as seen:
+        run(leaf(4, 8)).sum().backward()
+    assert seen.spill.tensors_out > 0
+
+
+@pytest.mark.parametrize("how", ["apply", "wrapper"])
+def test_modules_that_are_offloaded_begin_graphs_of_their_own(
+    how: str, written_at_once: None
+) -> None:
+    stack, x = Stack(3), leaf(16, 8)
+    plain = Stack(3)
+    plain.load_state_dict(stack.state_dict())
+    if how == "apply":
+        rekindle.apply(stack, to_disk())
+    else:
+        for i, block in enumerate(stack.blocks):
+            options = {"tier": "disk", "min_bytes": 1}
+            stack.blocks[i] = rekindle.offload_wrapper(block, **options)  # type: ignore[arg-type]
+    compiled = torch.compile(stack, backend="aot_eager")
+    with rekindle.observe() as seen:
+        compiled(x).sum().backward()
+    assert seen.spill.tensors_out > 0
+    got, x.grad = x.grad, None
+    plain(x).sum().backward()
+    assert torch.equal(got, x.grad)  # type: ignore[arg-type]
+
+
+def test_a_module_that_is_offloaded_is_a_clear_error_in_a_full_graph() -> None:
+    stack = Stack(1)
+    rekindle.apply(stack, "offload")
+    with pytest.raises(Exception, match="begins a graph of its own"):
+        torch.compile(stack, backend="aot_eager", fullgraph=True)(leaf(4, 8))
+
+
+WEIGHT = torch.randn(8, 8, requires_grad=True)
+
+
+def product(x: Tensor) -> Tensor:
+    return ((x @ WEIGHT).sin() @ WEIGHT).exp()
+
+
+def by_policy(policy: Any, monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    """The graphs on a CPU, as if its memory were a device's: nothing of them is run."""
+    monkeypatch.setattr(tags, "is_away", lambda _: True)
+    graphs = Graphs()
+    run = torch.compile(
+        lambda x: rekindle.checkpoint(product, x, context_fn=policy),
+        backend=graphs.backend(),
+        fullgraph=True,
+    )
+    run(leaf(4, 8)).sum().backward()
+    return graphs
+
+
+def test_a_policy_offloads_inside_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = by_policy(policies.offload("aten::mm"), monkeypatch)
+    assert graphs.times("device_put") == (2, 2)
+    assert graphs.times("mm") == (2, 4)
+    assert graphs.saved.count("device_put") == 2
+
+
+def test_what_a_policy_does_not_send_away_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policies.first(1, policies.offload("aten::mm")) | policies.keep("aten::mm")
+    graphs = by_policy(policy, monkeypatch)
+    assert graphs.times("device_put") == (1, 1)
+    assert graphs.saved.count("mm") == 1
+
+
+def test_a_named_tensor_is_offloaded_inside_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tags, "is_away", lambda _: True)
+    graphs, policy = Graphs(), policies.named("wave", fate="offload")
+
+    def region(x: Tensor) -> Tensor:
+        return rekindle.name((x @ WEIGHT), "wave").sin().exp()
+
+    run = torch.compile(
+        lambda x: rekindle.checkpoint(region, x, context_fn=policy),
+        backend=graphs.backend(),
+        fullgraph=True,
+    )
+    run(leaf(4, 8)).sum().backward()
+    assert graphs.times("device_put") == (1, 1)
+
+
+def test_torchs_settings_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_policy(policies.offload("aten::mm"), monkeypatch)
+    assert torch._functorch.config.enable_activation_offloading is False
+    assert not tags._patches
+
+
+def test_what_is_in_host_memory_already_is_kept_there() -> None:
+    graphs, policy = Graphs(), policies.offload("aten::mm")
+    run = torch.compile(
+        lambda x: rekindle.checkpoint(product, x, context_fn=policy), backend=graphs.backend()
+    )
+    run(leaf(4, 8)).sum().backward()
+    assert graphs.times("device_put") == (0, 0)
+    assert graphs.saved.count("mm") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_on_a_gpu_a_policy_offloads_inside_a_graph(backend: str) -> None:
+    weight = leaf(512, 512, device="cuda")
+
+    def block(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = (x @ weight).sin()
+        return x
+
+    def held(policy: Any) -> tuple[Tensor, int]:
+        torch.compiler.reset()
+        x = torch.full((2048, 512), 0.5, device="cuda", requires_grad=True)
+        run = torch.compile(
+            lambda x: rekindle.checkpoint(block, x, context_fn=policy),
+            backend=backend,
+            fullgraph=True,
+        )
+        run(x).sum().backward()
+        x.grad = None
+        before = torch.cuda.memory_allocated()
+        out = run(x).sum()
+        bytes_held = torch.cuda.memory_allocated() - before
+        out.backward()
+        assert x.grad is not None
+        return x.grad, bytes_held
+
+    kept, bytes_kept = held(policies.keep("aten::mm"))
+    away, bytes_away = held(policies.offload("aten::mm"))
+    torch.testing.assert_close(kept, away)
+    assert bytes_away <= bytes_kept - 3 * 2048 * 512 * 4
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_what_compiled_blocks_save_is_offloaded() -> None:
+    stack = Stack(4, dim=512).cuda()
+    x = leaf(4096, 512, device="cuda")
+    for block in stack.blocks:
+        block.compile(fullgraph=True)
+    stack(x).sum().backward()
+    expected, x.grad = x.grad, None
+    with rekindle.observe() as seen:
+        with rekindle.offload(quota=1.0):
+            out = stack(x).sum()
+        out.backward()
+    assert seen.offload.tensors_out > 0
+    torch.testing.assert_close(x.grad, expected)

@@ -1,0 +1,158 @@
+"""Regions inside compiled functions: what runs in the forward graph, what again in the backward."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+import rekindle
+from tests.graphs import TORCHS_WARNINGS, fresh_compiler, graphs_of
+from tests.toys import Block, Stack
+
+pytestmark = TORCHS_WARNINGS
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    with fresh_compiler():
+        yield
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def wave(x: Tensor) -> Tensor:
+    return x.sin().exp().tanh()
+
+
+def scaled(x: Tensor, by: Tensor, power: int = 2) -> Tensor:
+    return (x * by).sin().pow(power)
+
+
+WEIGHT = torch.randn(8, 8, requires_grad=True)
+
+
+def product(x: Tensor) -> Tensor:
+    return ((x @ WEIGHT).sin() @ WEIGHT).exp()
+
+
+def test_without_a_region_nothing_that_is_saved_is_made_again() -> None:
+    graphs = graphs_of(product, leaf(4, 8))
+    assert graphs.times("mm") == (2, 4)  # the four of backward itself
+
+
+def test_a_region_runs_once_in_forward_and_again_in_backward() -> None:
+    graphs = graphs_of(lambda x: rekindle.checkpoint(product, x), leaf(4, 8))
+    assert graphs.times("mm") == (2, 6)
+    assert graphs.times("exp") == (1, 1)
+
+
+def test_nothing_but_the_input_of_a_region_is_saved() -> None:
+    graphs = graphs_of(lambda x: rekindle.checkpoint(product, x), leaf(4, 8))
+    assert graphs.saved == ["input", "input"]  # x and the weight
+
+
+def test_what_is_outside_of_a_region_is_not_made_again() -> None:
+    graphs = graphs_of(lambda x: rekindle.checkpoint(wave, x @ WEIGHT), leaf(4, 8))
+    assert graphs.times("mm") == (1, 2)
+    assert graphs.times("sin") == (1, 1)
+    assert "mm" in graphs.saved
+
+
+def test_the_decorator_form_is_made_again_in_backward() -> None:
+    region = rekindle.checkpoint(preserve_rng_state=False)(product)
+    graphs = graphs_of(lambda x: region(x).sin(), leaf(4, 8))
+    assert graphs.times("mm") == (2, 6)
+
+
+def test_a_decorated_function_is_compiled_by_itself() -> None:
+    region = rekindle.checkpoint()(product)
+    assert graphs_of(region, leaf(4, 8)).times("mm") == (2, 6)
+
+
+def test_tensors_among_the_keywords_of_a_region_are_saved() -> None:
+    x, by = leaf(3), leaf(3)
+    graphs = graphs_of(lambda x, by: rekindle.checkpoint(scaled, x, by=by, power=3), x, by)
+    assert graphs.times("sin") == (1, 1)
+    assert graphs.saved == ["input", "input"]
+    assert by.grad is not None
+
+
+def test_a_region_inside_a_region_is_made_again_once() -> None:
+    def outer(x: Tensor) -> Tensor:
+        return rekindle.checkpoint(wave, x.sigmoid()).cos()  # type: ignore[no-any-return]
+
+    graphs = graphs_of(lambda x: rekindle.checkpoint(outer, x), leaf(3))
+    assert (graphs.times("exp"), graphs.times("tanh")) == ((1, 1), (1, 1))
+
+
+def test_each_segment_of_a_sequence_but_the_last_is_made_again() -> None:
+    steps = [torch.sin, torch.exp, torch.sigmoid, torch.tanh]
+    graphs = graphs_of(lambda x: rekindle.checkpoint_sequential(steps, 2, x), leaf(3))
+    assert graphs.times("exp") == (1, 1)
+    assert graphs.times("tanh") == (1, 0)
+
+
+def test_a_region_of_many_outputs_compiles() -> None:
+    def both(x: Tensor) -> dict[str, Any]:
+        return {"a": x.sin().exp(), "b": (x.cos(), 3)}
+
+    def run(x: Tensor) -> Tensor:
+        out = rekindle.checkpoint(both, x)
+        return out["a"] * out["b"][0] * out["b"][1]  # type: ignore[no-any-return]
+
+    assert graphs_of(run, leaf(3)).times("exp") == (1, 1)
+
+
+def test_options_that_a_graph_has_no_use_for_are_taken() -> None:
+    def run(x: Tensor) -> Tensor:
+        return rekindle.checkpoint(  # type: ignore[no-any-return]
+            product, x, debug=True, determinism_check="values", early_stop=False
+        )
+
+    assert graphs_of(run, leaf(4, 8)).times("mm") == (2, 6)
+
+
+def test_the_reentrant_variant_is_the_same_in_a_graph() -> None:
+    graphs = graphs_of(lambda x: rekindle.checkpoint(product, x, use_reentrant=True), leaf(4, 8))
+    assert graphs.times("mm") == (2, 6)
+
+
+def test_torchs_name_under_the_patch_is_made_again_in_backward() -> None:
+    def run(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(product, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    with rekindle.patch_torch():
+        assert graphs_of(run, leaf(4, 8)).times("mm") == (2, 6)
+
+
+def test_our_graphs_are_those_of_torch() -> None:
+    stack = Stack(2)
+
+    def ours(x: Tensor) -> Tensor:
+        return stack(x, rekindle.checkpoint)  # type: ignore[no-any-return]
+
+    def torchs(x: Tensor) -> Tensor:
+        return stack(  # type: ignore[no-any-return]
+            x, lambda block, x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        )
+
+    x = leaf(4, 8)
+    assert graphs_of(ours, x) == graphs_of(torchs, x)
+
+
+def test_only_the_blocks_that_are_regions_are_made_again() -> None:
+    blocks = [Block(), Block(), Block()]
+
+    def run(x: Tensor) -> Tensor:
+        for i, block in enumerate(blocks):
+            x = block(x) if i == 1 else rekindle.checkpoint(block, x)
+        return x
+
+    graphs = graphs_of(run, leaf(4, 8))
+    assert graphs.times("gelu") == (3, 2)
+    assert graphs.times("native_layer_norm") == (3, 2)
