@@ -194,6 +194,7 @@ def test_a_region_without_gradients_compiles() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("policy", POLICIES, ids=["full", "selective"])
 def test_on_a_gpu_steps_are_those_of_the_compiled_model_without_regions(
@@ -217,6 +218,7 @@ def test_on_a_gpu_steps_are_those_of_the_compiled_model_without_regions(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("policy", [None, policies.keep_attention], ids=["full", "selective"])
 def test_on_a_gpu_flex_attention_has_the_same_gradients(policy: Any) -> None:
     q = leaf(1, 2, 128, 64, device="cuda")

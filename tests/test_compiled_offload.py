@@ -190,6 +190,7 @@ def test_what_is_in_host_memory_already_is_kept_there() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_on_a_gpu_a_policy_offloads_inside_a_graph(backend: str) -> None:
     weight = leaf(512, 512, device="cuda")
@@ -223,6 +224,7 @@ def test_on_a_gpu_a_policy_offloads_inside_a_graph(backend: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_on_a_gpu_what_compiled_blocks_save_is_offloaded() -> None:
     stack = Stack(4, dim=512).cuda()
     x = leaf(4096, 512, device="cuda")

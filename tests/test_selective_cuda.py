@@ -167,6 +167,7 @@ def test_work_on_another_stream_is_waited_for() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_flex_attention_can_be_kept_or_recomputed() -> None:
+    torch.use_deterministic_algorithms(False)  # its unfused backward reads what it did not write
     q = torch.randn(1, 2, 128, 64, device="cuda", requires_grad=True)
     scale = torch.rand(128, device="cuda")
 

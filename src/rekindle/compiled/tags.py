@@ -45,7 +45,7 @@ def keep(tensor: Tensor) -> None:
 def offload(tensors: list[Tensor]) -> None:
     """Have results sent to host memory and back: Note [Offload in a graph]."""
     for tensor in tensors:
-        node = node_of(tensor) if is_away(tensor) else None
+        node = node_of(tensor) if can_go(tensor) else None
         if node is not None:
             node.meta["should_offload"] = True
             _run_torchs_pass()
@@ -58,13 +58,18 @@ def offload_what_was_marked() -> None:
         if node.meta.get("recompute") is CheckpointPolicy.MUST_CPU_OFFLOAD:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             made = node.meta.get("val")
-            if isinstance(made, Tensor) and is_away(made):
+            if isinstance(made, Tensor) and can_go(made):
                 node.meta["should_offload"] = True
                 _run_torchs_pass()
 
 
+def can_go(tensor: Tensor) -> bool:
+    """Whether a tensor is not in host memory anyway, and comes back from there with its strides."""
+    return is_away(tensor) and tensor.is_contiguous()
+
+
 def is_away(tensor: Tensor) -> bool:
-    """Whether a tensor is not in host memory anyway."""
+    """Whether a tensor is not in host memory."""
     return tensor.device.type != "cpu"
 
 
