@@ -5,19 +5,17 @@ full and selective checkpointing, and plans of ours for shares of the plain acti
 plan predicted stands beside what was measured.
 """
 
-import argparse
-import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
 
 import rekindle
-from benchmarks.decoder import SHAPES, Shape, plain
-from benchmarks.measure import Timings, environment, format_table, interleaved, save_json
+from benchmarks.command import main
+from benchmarks.decoder import Shape, plain
+from benchmarks.measure import Timings, format_table, interleaved
 from benchmarks.recompute import by_block
 from benchmarks.strategies import TORCH_SELECTIVE, torch_full, torch_selective
 from benchmarks.workload import Comparison, Forward, Workload
@@ -151,31 +149,12 @@ def format_results(results: list[Result]) -> str:
     return format_table(heads, rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Budgets against torch's own checkpointing.")
-    parser.add_argument("--shape", choices=[*SHAPES, "all"], default="tiny", help="(%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results here")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each shape (%(default)s)")
-    options = parser.parse_args()
-
-    # cuBLAS reads this when it starts, and has no deterministic mode without it.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    names = ["8b", "1b"] if options.shape == "all" else [options.shape]
-    if device == "cpu" and names != ["tiny"]:
-        parser.error("without a GPU only --shape tiny can be measured")
-    if device == "cpu":
-        torch.set_num_threads(1)
-    print(", ".join(f"{key} {value}" for key, value in environment(device).items()))
-    results: list[Result] = []
-    for name in names:
-        found, profiled, solved = measure(SHAPES[name], device, options.seconds)
-        print(f"\n{SHAPES[name]}: profiled in {profiled:.1f} s, solved in {solved:.1f} s")
-        print(format_results(found), flush=True)
-        results += found
-    if options.json:
-        save_json(options.json, "budget", [asdict(result) for result in results], device)
+def measured(shape: Shape, device: str, seconds: float) -> tuple[str, list[Result]]:
+    found, profiled, solved = measure(shape, device, seconds)
+    times = f"profiled in {profiled:.1f} s, solved in {solved:.1f} s"
+    return f"{times}\n{format_results(found)}", found
 
 
 if __name__ == "__main__":
-    main()
+    about = "Budgets against torch's own checkpointing."
+    main("budget", about, measured, ["8b", "1b"], 12.0)

@@ -11,13 +11,10 @@ Torch has no public way to offload inside a graph; `save_on_cpu` is its way arou
 the backend is `aot_eager`, a smoke test for the shape `tiny`.
 """
 
-import argparse
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,8 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 import rekindle
-from benchmarks.decoder import SHAPES, Decoder, RunBlock, Shape, plain
-from benchmarks.measure import environment, format_table, interleaved, save_json
+from benchmarks.command import main
+from benchmarks.decoder import Decoder, RunBlock, Shape, plain
+from benchmarks.measure import format_table, interleaved
 from benchmarks.strategies import (
     rekindle_full,
     rekindle_selective,
@@ -194,33 +192,12 @@ def format_results(results: list[Result]) -> str:
     return format_table(header, rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Fates in compiled layers of a decoder.")
-    parser.add_argument("--shape", choices=[*SHAPES, "all"], default="tiny", help="(%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results here")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each shape (%(default)s)")
-    options = parser.parse_args()
-
-    # cuBLAS reads this when it starts, and has no deterministic mode without it.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    names = ["8b", "1b"] if options.shape == "all" else [options.shape]
-    if device == "cpu" and names != ["tiny"]:
-        parser.error("without a GPU only --shape tiny can be measured")
-    if device == "cpu":
-        torch.set_num_threads(1)
-
-    print(", ".join(f"{key} {value}" for key, value in environment(device).items()))
-    results: list[Result] = []
-    for name in names:
-        torch.compiler.reset()
-        with torch._dynamo.config.patch(recompile_limit=64):  # all ways share the layer's code
-            found = measure(SHAPES[name], device, options.seconds)
-        print(f"\n{SHAPES[name]}, {found[0].rounds} rounds\n{format_results(found)}", flush=True)
-        results += found
-    if options.json:
-        save_json(options.json, "compiled", [asdict(result) for result in results], device)
+def measured(shape: Shape, device: str, seconds: float) -> tuple[str, list[Result]]:
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):  # all ways share the layer's code
+        found = measure(shape, device, seconds)
+    return format_results(found), found
 
 
 if __name__ == "__main__":
-    main()
+    main("compiled", "Fates in compiled layers of a decoder.", measured, ["8b", "1b"], 20.0)

@@ -6,17 +6,13 @@ little else. `workload` says what the peak is and how gradients are compared; th
 compares plain eager with plain eager: a "no" there makes the others meaningless.
 """
 
-import argparse
-import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
-import torch
-
-from benchmarks.decoder import SHAPES, RunBlock, Shape, plain
-from benchmarks.measure import Timings, environment, format_table, interleaved, save_json
+from benchmarks.command import main
+from benchmarks.decoder import RunBlock, Shape, plain
+from benchmarks.measure import Timings, format_table, interleaved
 from benchmarks.strategies import REKINDLE, SELECTIVE, TORCH
 from benchmarks.workload import Comparison, Forward, Workload
 
@@ -98,31 +94,11 @@ def format_results(results: list[Result]) -> str:
     return format_table(header, rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Full recompute per layer against plain eager.")
-    parser.add_argument("--shape", choices=[*SHAPES, "all"], default="tiny", help="(%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results here")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each shape (%(default)s)")
-    options = parser.parse_args()
-
-    # cuBLAS reads this when it starts, and has no deterministic mode without it.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    names = ["8b", "1b", "small"] if options.shape == "all" else [options.shape]
-    if device == "cpu" and names != ["tiny"]:
-        parser.error("without a GPU only --shape tiny can be measured")
-    if device == "cpu":
-        torch.set_num_threads(1)
-
-    print(", ".join(f"{key} {value}" for key, value in environment(device).items()))
-    results: list[Result] = []
-    for name in names:
-        found = measure(SHAPES[name], device, options.seconds)
-        print(f"\n{SHAPES[name]}, {found[0].rounds} rounds\n{format_results(found)}", flush=True)
-        results += found
-    if options.json:
-        save_json(options.json, "recompute", [asdict(result) for result in results], device)
+def measured(shape: Shape, device: str, seconds: float) -> tuple[str, list[Result]]:
+    found = measure(shape, device, seconds)
+    return format_results(found), found
 
 
 if __name__ == "__main__":
-    main()
+    about = "Recompute per layer against plain eager."
+    main("recompute", about, measured, ["8b", "1b", "small"], 15.0)

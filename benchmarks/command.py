@@ -1,0 +1,44 @@
+"""The command line that benchmarks of a whole decoder share: shapes, seconds, where to write."""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.decoder import SHAPES, Shape
+from benchmarks.measure import environment, save_json
+
+Measure = Callable[[Shape, str, float], tuple[str, Sequence[Any]]]
+"""Measures a shape on a device for some seconds: what to print, and the results."""
+
+
+def main(name: str, about: str, measure: Measure, every: list[str], seconds: float) -> None:
+    """Run one benchmark: `every` shape that `--shape all` stands for, in `seconds` each."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--shape", choices=[*SHAPES, "all"], default="tiny", help="(%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results here")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="of each shape (%(default)s)"
+    )
+    options = parser.parse_args()
+
+    # cuBLAS reads this when it starts, and has no deterministic mode without it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = every if options.shape == "all" else [options.shape]
+    if device == "cpu" and names != ["tiny"]:
+        parser.error("without a GPU only --shape tiny can be measured")
+    if device == "cpu":
+        torch.set_num_threads(1)
+    print(", ".join(f"{key} {value}" for key, value in environment(device).items()))
+    results: list[Any] = []
+    for shape in names:
+        text, found = measure(SHAPES[shape], device, options.seconds)
+        print(f"\n{SHAPES[shape]}, {found[0].rounds} rounds\n{text}", flush=True)
+        results += found
+    if options.json:
+        save_json(options.json, name, [asdict(result) for result in results], device)
