@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 import rekindle
-from benchmarks.command import main
+from benchmarks.command import Result, main
 from benchmarks.decoder import Shape, plain
 from benchmarks.measure import Timings, format_table, interleaved
 from benchmarks.recompute import by_block
@@ -25,19 +25,11 @@ LEAST = "rekindle, the least"
 
 
 @dataclass(frozen=True)
-class Result:
-    """One strategy on one shape."""
+class BudgetResult(Result):
+    """One strategy on one shape, with what its plan predicted, if it has one."""
 
-    shape: str
-    strategy: str
-    milliseconds: float
-    time_ratio: float
-    peak_mib: float | None
-    peak_ratio: float | None
     predicted_time_ratio: float | None
     predicted_peak_ratio: float | None
-    gradients_identical: bool
-    rounds: int
 
 
 def planned(work: Workload, plan: "rekindle.Plan") -> Forward:
@@ -63,7 +55,7 @@ _LEARNING = 5
 """Steps after which offload has learnt what it can."""
 
 
-def measure(shape: Shape, device: str, seconds: float) -> tuple[list[Result], float, float]:
+def measure(shape: Shape, device: str, seconds: float) -> tuple[list[BudgetResult], float, float]:
     work = Workload(shape, device)
     comparison = Comparison(work)
     for leaf in work.leaves:
@@ -113,15 +105,19 @@ def measure(shape: Shape, device: str, seconds: float) -> tuple[list[Result], fl
     for name, taken in times.items():
         peak, plan = peaks[name], plans.get(name)
         found.append(
-            Result(
+            BudgetResult(
                 shape=shape.name,
                 strategy=name,
                 milliseconds=round(median(taken) * 1e3, 3),
                 time_ratio=round(ratios[name], 3),
                 peak_mib=None if peak is None else round(peak / 2**20, 1),
                 peak_ratio=None if peak is None or top is None else round(peak / top, 3),
-                predicted_time_ratio=plan and round(plan.predicted_time / plain_time, 3),
-                predicted_peak_ratio=plan and round((plan.predicted_peak - base) / plain_peak, 3),
+                predicted_time_ratio=None
+                if plan is None
+                else round(plan.predicted_time / plain_time, 3),
+                predicted_peak_ratio=None
+                if plan is None
+                else round((plan.predicted_peak - base) / plain_peak, 3),
                 gradients_identical=identical[name],
                 rounds=len(taken),
             )
@@ -129,7 +125,7 @@ def measure(shape: Shape, device: str, seconds: float) -> tuple[list[Result], fl
     return found, profiled, solved
 
 
-def format_results(results: list[Result]) -> str:
+def format_results(results: list[BudgetResult]) -> str:
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}"
 
@@ -149,7 +145,7 @@ def format_results(results: list[Result]) -> str:
     return format_table(heads, rows)
 
 
-def measured(shape: Shape, device: str, seconds: float) -> tuple[str, list[Result]]:
+def measured(shape: Shape, device: str, seconds: float) -> tuple[str, list[BudgetResult]]:
     found, profiled, solved = measure(shape, device, seconds)
     times = f"profiled in {profiled:.1f} s, solved in {solved:.1f} s"
     return f"{times}\n{format_results(found)}", found

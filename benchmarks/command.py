@@ -3,7 +3,7 @@
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,21 @@ import torch
 
 from benchmarks.decoder import SHAPES, Shape
 from benchmarks.measure import environment, save_json
+
+
+@dataclass(frozen=True)
+class Result:
+    """One strategy on one shape."""
+
+    shape: str
+    strategy: str
+    milliseconds: float
+    time_ratio: float
+    peak_mib: float | None
+    peak_ratio: float | None
+    gradients_identical: bool
+    rounds: int
+
 
 Measure = Callable[[Shape, str, float], tuple[str, Sequence[Any]]]
 """Measures a shape on a device for some seconds: what to print, and the results."""

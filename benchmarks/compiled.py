@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 import rekindle
-from benchmarks.command import main
+from benchmarks.command import Result, main
 from benchmarks.decoder import Decoder, RunBlock, Shape, plain
 from benchmarks.measure import format_table, interleaved
 from benchmarks.strategies import (
@@ -106,18 +106,10 @@ def _inside(context: Callable[[], Any], steps: list[Callable[[Tensor], Tensor]])
 
 
 @dataclass(frozen=True)
-class Result:
+class CompiledResult(Result):
     """One way on one shape."""
 
-    shape: str
-    strategy: str
-    milliseconds: float
-    time_ratio: float
-    peak_mib: float | None
-    peak_ratio: float | None
-    gradients_identical: bool
     largest_difference: float
-    rounds: int
 
 
 class Comparison:
@@ -140,7 +132,7 @@ class Comparison:
         return is_identical, max(apart)
 
 
-def measure(shape: Shape, device: str, seconds: float) -> list[Result]:
+def measure(shape: Shape, device: str, seconds: float) -> list[CompiledResult]:
     work = Workload(shape, device)
     ways = forwards(work)
     for forward in ways.values():  # compile, and let offload learn
@@ -160,7 +152,7 @@ def measure(shape: Shape, device: str, seconds: float) -> list[Result]:
         peak, (is_identical, apart) = peaks[name], compared[name]
         ratio = None if peak is None or plain_peak is None else round(peak / plain_peak, 3)
         results.append(
-            Result(
+            CompiledResult(
                 shape=shape.name,
                 strategy=name,
                 milliseconds=round(median(taken) * 1e3, 3),
@@ -175,7 +167,7 @@ def measure(shape: Shape, device: str, seconds: float) -> list[Result]:
     return results
 
 
-def format_results(results: list[Result]) -> str:
+def format_results(results: list[CompiledResult]) -> str:
     header = ["strategy", "ms", "time ratio", "peak MiB", "peak ratio", "gradients", "apart"]
     rows = [
         [
@@ -192,7 +184,7 @@ def format_results(results: list[Result]) -> str:
     return format_table(header, rows)
 
 
-def measured(shape: Shape, device: str, seconds: float) -> tuple[str, list[Result]]:
+def measured(shape: Shape, device: str, seconds: float) -> tuple[str, list[CompiledResult]]:
     torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=64):  # all ways share the layer's code
         found = measure(shape, device, seconds)

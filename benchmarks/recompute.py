@@ -6,11 +6,10 @@ little else. `workload` says what the peak is and how gradients are compared; th
 compares plain eager with plain eager: a "no" there makes the others meaningless.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
-from benchmarks.command import main
+from benchmarks.command import Result, main
 from benchmarks.decoder import RunBlock, Shape, plain
 from benchmarks.measure import Timings, format_table, interleaved
 from benchmarks.strategies import REKINDLE, SELECTIVE, TORCH
@@ -24,20 +23,6 @@ def by_block(run: RunBlock) -> Forward:
 
 RUNS = {"plain": plain} | TORCH | REKINDLE | SELECTIVE
 STRATEGIES = {name: by_block(run) for name, run in RUNS.items()}
-
-
-@dataclass(frozen=True)
-class Result:
-    """One strategy on one shape."""
-
-    shape: str
-    strategy: str
-    milliseconds: float
-    time_ratio: float
-    peak_mib: float | None
-    peak_ratio: float | None
-    gradients_identical: bool
-    rounds: int
 
 
 def measure_times(work: Workload, seconds: float) -> Timings:

@@ -117,13 +117,17 @@ def test_a_full_graph_makes_an_error_of_it() -> None:
         torch.compile(run, backend="eager", fullgraph=True)(leaf(4, 8))
 
 
-def test_an_eager_region_says_nothing() -> None:
+def test_an_eager_region_says_nothing(recwarn: pytest.WarningsRecorder) -> None:
     run(leaf(4, 8)).sum().backward()
+    assert not recwarn.list
 
 
-def test_a_region_of_a_function_that_is_not_to_be_compiled_says_nothing() -> None:
+def test_a_region_of_a_function_that_is_not_to_be_compiled_says_nothing(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     @torch.compile(backend="eager")
     def step(x: Tensor) -> Tensor:
         return torch.compiler.disable(run)(x) * 2  # type: ignore[no-any-return]
 
     step(leaf(4, 8)).sum().backward()
+    assert not recwarn.list

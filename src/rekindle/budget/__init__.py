@@ -1,5 +1,6 @@
 """The budget: profile a model's blocks, choose the fate of every activation, and make it fit.
 
-`profile` measures, `menu` finds the options worth having, `solve` chooses one for each block,
-`plan` is the choice as a value, `execute` applies it to a model, `fit` does all of it.
+The front door is `front`. `profiling` measures a step, with each block run `alone`; `graph` and
+`menu` find the options worth having; `simulate` and `solving` choose one for each block; `plan` is
+the choice as a value; `execute` is what a block is given to carry it out.
 """

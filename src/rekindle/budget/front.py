@@ -15,6 +15,7 @@ from rekindle.budget.agreement import agreed, highest
 from rekindle.budget.memory import metered
 from rekindle.budget.plan import Plan
 from rekindle.budget.simulate import simulate
+from rekindle.budget.timing import timed
 from rekindle.budget.values import Option, Prediction, Profile
 from rekindle.errors import RekindleError
 from rekindle.modules.application import apply, remove
@@ -222,7 +223,7 @@ def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tupl
             meter.reset()
             step()
             peak = meter.peak()
-        seconds = profiling._timed(step, device)
+        seconds = timed(step, device)
         remove(model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -5,7 +5,6 @@ what the rest of the step takes. Then each distinct block is run alone, forward 
 every option that is worth having: bytes and times are those of the real thing.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,16 +15,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.budget.agreement import agreed
-from rekindle.budget.execute import what_of
-from rekindle.budget.graph import Graph, record
+from rekindle.budget.alone import Lone
+from rekindle.budget.graph import Graph
 from rekindle.budget.memory import Meter, bytes_of, metered
+from rekindle.budget.timing import RUNS, now, timed
 from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.modules.application import apply, remove
 from rekindle.modules.blocks import blocks_of
 from rekindle.modules.forward import forward_of
 from rekindle.replay import ambient
-
-_RUNS = 3
 
 
 @dataclass
@@ -156,7 +154,7 @@ def _outline(step: Step, blocks: dict[str, nn.Module], device: torch.device) -> 
     known += [t for t in tree_leaves(step.batch) if isinstance(t, Tensor)]
     with metered(device, known) as meter, _watched(blocks, seen, meter):
         step()
-    seconds = _timed(step, device)
+    seconds = timed(step, device)
     remove(step.model)
     return seen, seconds
 
@@ -224,7 +222,7 @@ def _menu(block: nn.Module, call: tuple[Any, Any], device: torch.device) -> tupl
     """The options of a block, each measured, without those that another is better than."""
     from rekindle.budget.menu import keep_sets  # needs scipy  # noqa: PLC0415
 
-    run = _Run(block, call, device)
+    run = Lone(block, call, device)
     graph = run.graph()
     candidates = [Option("keep"), Option("recompute")]
     candidates += [Option("select", tuple(sorted(kept))) for kept in keep_sets(graph)]
@@ -287,157 +285,6 @@ def _undominated(options: list[Option]) -> list[Option]:
     ]
 
 
-class _Run:
-    """One block, to be run alone."""
-
-    def __init__(self, block: nn.Module, call: tuple[Any, Any], device: torch.device) -> None:
-        self._block = block
-        self._call = call
-        self._device = device
-
-    def graph(self) -> Graph:
-        args, kwargs = self._inputs()
-        self._block(*args, **kwargs)  # once before, so that no kernel is chosen or loaded in it
-        return record(lambda: self._block(*args, **kwargs), self._device)
-
-    def measured(self, option: Option) -> Option:
-        """An option, with what it costs."""
-        what = what_of(option)
-        if what != "keep":
-            apply(self._block, {"": what})
-        try:
-            self._once()
-            memory = self._memory()
-            times = [self._once() for _ in range(_RUNS)]
-        finally:
-            remove(self._block)
-        forward, backward = (min(t[i] for t in times) for i in (0, 1))
-        return Option(
-            option.fate,
-            option.kept,
-            option.offloaded,
-            bytes_held=memory[0],
-            forward_seconds=forward,
-            backward_seconds=backward,
-            forward_peak=memory[1],
-            backward_peak=memory[2],
-        )
-
-    def _inputs(self) -> tuple[Any, Any]:
-        """The block's inputs anew, without the graph behind them."""
-
-        def fresh(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return leaf.detach().requires_grad_(leaf.requires_grad)
-
-        args, kwargs = tree_map(fresh, self._call)
-        return args, kwargs
-
-    def _memory(self) -> tuple[int, int, int]:
-        args, kwargs = self._inputs()
-        known = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        known += [*self._block.parameters(), *self._block.buffers()]
-        known += [p.grad for p in self._block.parameters() if p.grad is not None]
-        with metered(self._device, known) as meter:
-            out = self._block(*args, **kwargs)
-            held, forward_peak = meter.now(), meter.peak()
-            outs, _ = _seeds(out, with_gradients=False)
-            if not outs:  # nothing before it learns
-                return held, forward_peak, 0
-            end = _End.apply(*outs)  # type: ignore[no-untyped-call]
-            del out, outs
-            meter.reset()
-            end.backward()
-            return held, forward_peak, meter.peak() - held
-
-    def _once(self) -> tuple[float, float]:
-        """Seconds of a forward and of a backward, as they take in the middle of a step."""
-        args, kwargs = self._inputs()
-        begin = Stopwatch(self._device)
-        out = self._block(*args, **kwargs)
-        middle = begin.lap()
-        outs, grads = _seeds(out)
-        del out
-        middle.restart()
-        if outs:
-            torch.autograd.backward(outs, grads)
-        end = middle.lap()
-        return begin.seconds(middle), middle.seconds(end)
-
-
-def _seeds(out: Any, with_gradients: bool = True) -> tuple[list[Tensor], list[Tensor]]:
-    outs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-    return outs, [torch.ones_like(t) for t in outs] if with_gradients else []
-
-
-class _End(torch.autograd.Function):
-    """The end of a block that is run alone: its gradients are made when they are wanted."""
-
-    @staticmethod
-    def forward(ctx: Any, *outs: Tensor) -> Tensor:
-        ctx.kinds = [(out.shape, out.dtype, out.device) for out in outs]
-        return outs[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        return tuple(torch.ones(shape, dtype=d, device=where) for shape, d, where in ctx.kinds)
-
-
-class Stopwatch:
-    """Times work as it takes when the host runs ahead of the device: the longer of the two.
-
-    In the middle of a step the device has work queued, so a host that is slower for a moment is not
-    felt. Alone, a block would wait for the host at every op. So the device is kept busy first.
-    """
-
-    def __init__(self, device: torch.device, busy: bool = True) -> None:
-        self._device = device
-        self._host = 0.0
-        self._mark: Any = None
-        if device.type == "cuda" and busy:
-            torch.cuda.synchronize(device)
-            torch.cuda._sleep(_HEAD_START)
-        self.restart()
-
-    def restart(self) -> None:
-        self._host = time.perf_counter()
-        if self._device.type == "cuda":
-            self._mark = torch.cuda.Event(enable_timing=True)
-            self._mark.record()
-
-    def lap(self) -> "Stopwatch":
-        """Another, that begins now."""
-        return Stopwatch(self._device, busy=False)
-
-    def seconds(self, end: "Stopwatch") -> float:
-        """From the one to the other; waits for the device."""
-        host = end._host - self._host
-        if self._device.type != "cuda":
-            return host
-        torch.cuda.synchronize(self._device)
-        return max(host, float(self._mark.elapsed_time(end._mark)) / 1e3)
-
-
-_HEAD_START = 200_000_000
-"""Cycles, about a tenth of a second."""
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _timed(step: Callable[[], None], device: torch.device) -> float:
-    taken = []
-    for _ in range(_RUNS):
-        start = _now(device)
-        step()
-        taken.append(_now(device) - start)
-    return min(taken)
-
-
 def _static_bytes(model: nn.Module, optimizer: Any, device: torch.device, step: Step) -> int:
     """What is there all the time: the model, its gradients, the optimizer's state, the batch."""
     parameters = list(model.parameters())
@@ -486,11 +333,11 @@ def _bandwidth(device: torch.device) -> float:
         return 0.0
     there = torch.empty(128 << 20, dtype=torch.uint8, device=device)
     here = torch.empty(128 << 20, dtype=torch.uint8, pin_memory=True)
-    taken = [0.0] * _RUNS
-    for i in range(_RUNS):
-        start = _now(device)
+    taken = [0.0] * RUNS
+    for i in range(RUNS):
+        start = now(device)
         here.copy_(there, non_blocking=True)
-        taken[i] = _now(device) - start
+        taken[i] = now(device) - start
     return there.numel() / min(taken)
 
 

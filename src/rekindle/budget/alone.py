@@ -1,0 +1,111 @@
+"""One block run alone, forward and backward: what it holds by an option, and how long it takes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rekindle.budget.execute import what_of
+from rekindle.budget.graph import Graph, record
+from rekindle.budget.memory import metered
+from rekindle.budget.timing import RUNS, Stopwatch
+from rekindle.budget.values import Option
+from rekindle.modules.application import apply, remove
+
+
+class Lone:
+    """One block, to be run alone."""
+
+    def __init__(self, block: nn.Module, call: tuple[Any, Any], device: torch.device) -> None:
+        self._block = block
+        self._call = call
+        self._device = device
+
+    def graph(self) -> Graph:
+        args, kwargs = self._inputs()
+        self._block(*args, **kwargs)  # once before, so that no kernel is chosen or loaded in it
+        return record(lambda: self._block(*args, **kwargs), self._device)
+
+    def measured(self, option: Option) -> Option:
+        """An option, with what it costs."""
+        what = what_of(option)
+        if what != "keep":
+            apply(self._block, {"": what})
+        try:
+            self._once()
+            memory = self._memory()
+            times = [self._once() for _ in range(RUNS)]
+        finally:
+            remove(self._block)
+        forward, backward = (min(t[i] for t in times) for i in (0, 1))
+        return Option(
+            option.fate,
+            option.kept,
+            option.offloaded,
+            bytes_held=memory[0],
+            forward_seconds=forward,
+            backward_seconds=backward,
+            forward_peak=memory[1],
+            backward_peak=memory[2],
+        )
+
+    def _inputs(self) -> tuple[Any, Any]:
+        """The block's inputs anew, without the graph behind them."""
+
+        def fresh(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.detach().requires_grad_(leaf.requires_grad)
+
+        args, kwargs = tree_map(fresh, self._call)
+        return args, kwargs
+
+    def _memory(self) -> tuple[int, int, int]:
+        args, kwargs = self._inputs()
+        known = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        known += [*self._block.parameters(), *self._block.buffers()]
+        known += [p.grad for p in self._block.parameters() if p.grad is not None]
+        with metered(self._device, known) as meter:
+            out = self._block(*args, **kwargs)
+            held, forward_peak = meter.now(), meter.peak()
+            outs, _ = _seeds(out, with_gradients=False)
+            if not outs:  # nothing before it learns
+                return held, forward_peak, 0
+            end = _End.apply(*outs)  # type: ignore[no-untyped-call]
+            del out, outs
+            meter.reset()
+            end.backward()
+            return held, forward_peak, meter.peak() - held
+
+    def _once(self) -> tuple[float, float]:
+        """Seconds of a forward and of a backward, as they take in the middle of a step."""
+        args, kwargs = self._inputs()
+        begin = Stopwatch(self._device)
+        out = self._block(*args, **kwargs)
+        middle = begin.lap()
+        outs, grads = _seeds(out)
+        del out
+        middle.restart()
+        if outs:
+            torch.autograd.backward(outs, grads)
+        end = middle.lap()
+        return begin.seconds(middle), middle.seconds(end)
+
+
+def _seeds(out: Any, with_gradients: bool = True) -> tuple[list[Tensor], list[Tensor]]:
+    outs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+    return outs, [torch.ones_like(t) for t in outs] if with_gradients else []
+
+
+class _End(torch.autograd.Function):
+    """The end of a block that is run alone: its gradients are made when they are wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, *outs: Tensor) -> Tensor:
+        ctx.kinds = [(out.shape, out.dtype, out.device) for out in outs]
+        return outs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return tuple(torch.ones(shape, dtype=d, device=where) for shape, d, where in ctx.kinds)
