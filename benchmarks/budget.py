@@ -103,7 +103,7 @@ def measure(shape: Shape, device: str, seconds: float) -> tuple[list[BudgetResul
     top = peaks["plain"]
     found = []
     for name, taken in times.items():
-        peak, plan = peaks[name], plans.get(name)
+        peak, chosen = peaks[name], plans.get(name)
         found.append(
             BudgetResult(
                 shape=shape.name,
@@ -113,11 +113,11 @@ def measure(shape: Shape, device: str, seconds: float) -> tuple[list[BudgetResul
                 peak_mib=None if peak is None else round(peak / 2**20, 1),
                 peak_ratio=None if peak is None or top is None else round(peak / top, 3),
                 predicted_time_ratio=None
-                if plan is None
-                else round(plan.predicted_time / plain_time, 3),
+                if chosen is None
+                else round(chosen.predicted_time / plain_time, 3),
                 predicted_peak_ratio=None
-                if plan is None
-                else round((plan.predicted_peak - base) / plain_peak, 3),
+                if chosen is None
+                else round((chosen.predicted_peak - base) / plain_peak, 3),
                 gradients_identical=identical[name],
                 rounds=len(taken),
             )
