@@ -195,6 +195,7 @@ def test_a_region_without_gradients_compiles() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("policy", POLICIES, ids=["full", "selective"])
 def test_on_a_gpu_steps_are_those_of_the_compiled_model_without_regions(

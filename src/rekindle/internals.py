@@ -162,14 +162,15 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 _detach = torch.Tensor.detach
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
-fake_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode
-"""Called with `FAKE`: the `FakeTensorMode` that is entered, or None. No public form."""
+PROXY = torch._C._TorchDispatchModeKey.PROXY
+entered_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode
+"""Called with `FAKE` or `PROXY`: the mode of that kind that is entered, or None. The latter makes a
+graph of what runs. No public form."""
 
 
 def is_traced() -> bool:
     """Whether a graph is being made of what runs: by `torch.compile`, or `make_fx`."""
-    return fake_mode(_PROXY) is not None
+    return entered_mode(PROXY) is not None
 
 
 def below_autograd() -> AbstractContextManager[Any]:

@@ -24,7 +24,7 @@ stops only if the op that saves last has a millisecond's fraction of work to do,
 """
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, NoReturn
 from weakref import ref
@@ -33,9 +33,10 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.errors import CheckpointError
-from rekindle.internals import pop_hooks, push_hooks
+from rekindle.internals import PROXY, entered_mode, pop_hooks, push_hooks
 from rekindle.replay.inputs import PACKING
 from rekindle.replay.sites import RawSite, library, record
+from rekindle.replay.slots import Slot, filled
 
 if TYPE_CHECKING:
     from rekindle.replay.fingerprint import Fingerprints
@@ -80,12 +81,14 @@ class Collected:
         """Whether the last activation that was needed came from a call that the forward made too,
         but in another place: what was saved has shifted."""
 
-    def saved(self, position: int) -> Tensor:
+    def saved(self, position: int | Slot) -> Tensor:
         """What was saved there: for a backward through the replay's own graph.
 
         The region itself runs it, or a region nested in it, when this replay is over and its
-        activations are in the slots.
+        activations are in the slots; or an op that makes a graph of its own.
         """
+        if isinstance(position, Slot):
+            return position.value
         if position < len(self.tensors):
             return self.tensors[position]
         frame = self._frame()
@@ -97,6 +100,11 @@ class Collected:
                 "(`rekindle.is_recomputing()` tells them apart)."
             )
         return slot.value
+
+    def outside_traces(self, hook: Callable[[Tensor], int]) -> Callable[[Tensor], int | Slot]:
+        """The hook, for what no graph is made of by an op of the region."""
+        tracer = entered_mode(PROXY)
+        return lambda x: hook(x) if entered_mode(PROXY) is tracer else filled(x)
 
     def detach(self, x: Tensor, position: int) -> Tensor:
         """A parameter's data may be exchanged before backward wants it: hold the data, not it."""

@@ -13,6 +13,11 @@ and a second question replays once more. What was replayed for nodes that a back
 emptied when it ends; under an exec group, which has more calls to come, when the group dies. A
 backward of the whole graph runs every node that leads to a region's one output, so there is nothing
 to empty then: what the region put aside for later keeps its activations until it is used, or dies.
+
+Note [A trace inside a region]. Some ops (`flex_attention`, `cond`) make graphs of their own
+functions and of the gradients of these, while they run. What autograd saves for that it asks for
+before the op returns, and the graph is right only if it gets the same tensors. So these are left
+alone, in forward and in replay.
 """
 
 import sys
@@ -29,7 +34,9 @@ from rekindle import observation
 from rekindle.emptying import empty_when_backward_ends, empty_when_group_dies
 from rekindle.errors import CheckpointError
 from rekindle.internals import (
+    PROXY,
     cuda_in_use,
+    entered_mode,
     exec_group,
     func_transform,
     grad_enabled,
@@ -59,7 +66,7 @@ from rekindle.replay.modules import ModuleState
 from rekindle.replay.options import Options
 from rekindle.replay.reach import reached_from
 from rekindle.replay.sites import RawSite, library, with_user_code
-from rekindle.replay.slots import Slot, read_value, unpack
+from rekindle.replay.slots import Slot, filled, read_value, unpack
 from rekindle.replay.switches import recomputing
 from rekindle.replay.trace import OpTrace
 
@@ -89,6 +96,10 @@ class Frame:
     """Activations to be given away when they are asked for; spoiled ones are among them."""
     path: "tuple[str, ref[Any]] | None" = None
     """Path and module around the forward, if anybody wanted to know."""
+    tracer: Any = None
+    """Who makes a graph of the forward. Note [A trace inside a region]."""
+    traces = False
+    """Whether ops of the region made graphs of their own."""
     _entered: ExitStack | None = None
 
     def __init__(
@@ -111,6 +122,7 @@ class Frame:
         if options.preserve_rng_state:
             self.had_cuda = cuda_in_use()
             self.rng = random_state.take(self.inputs.devices, generators)
+        self.tracer = entered_mode(PROXY)
         self.slots: list[ref[Slot]] = []
         self.sites: list[RawSite] = []
         self._lock = RLock()
@@ -157,6 +169,9 @@ class Frame:
                 self.rng = random_state.with_first_use(self.rng)
 
     def _pack(self, x: Tensor) -> Slot:
+        if entered_mode(PROXY) is not self.tracer:
+            self.traces = True
+            return filled(x)
         slot = Slot()
         slot.frame = self
         slot.meta = x.shape, x.dtype, x.device
@@ -250,16 +265,18 @@ class Frame:
         while self.slots[needed - 1]() is None:
             needed -= 1
         stop = self.running or (self.options.early_stop and self._is_worth_stopping(needed))
+        stop = stop and not self.traces
         used_up = None in [weak() for weak in self.slots]  # by a backward inside, or by another
         exchanged = self.modules is not None and self.modules.exchanges_data()
         unchecked = self.options.determinism_check == "none"  # nothing would tell of an exchange
         careful = used_up or exchanged or unchecked or self.careful or found.where is not None
+        careful = careful or self.traces
         if not (stop or careful):
             found.hasty = True
             return found.tensors.append
         hook = collect(found, needed, self.sites, stop)
         next(hook)
-        return hook.send
+        return found.outside_traces(hook.send) if self.traces else hook.send
 
     def _is_worth_stopping(self, needed: int) -> bool:
         last = self.slots[needed - 1]()

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rekindle.internals import grad_fn_of
+
 if TYPE_CHECKING:
     from rekindle.replay.frame import Frame
 
@@ -30,6 +32,13 @@ class Slot:
         if name == "value":
             return self.frame.fill(self)
         raise AttributeError(name)
+
+
+def filled(x: Tensor) -> Slot:
+    """A slot that belongs to no frame, and has its value for good."""
+    slot = Slot()
+    slot.value = x if grad_fn_of(x) is None else x.detach()  # else it may hold who holds it
+    return slot
 
 
 unpack = operator.attrgetter("value")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rekindle.compiled.handover import SAC_IGNORED_OPS
-from rekindle.internals import FAKE, capturing, fake_mode
+from rekindle.internals import FAKE, PROXY, capturing, entered_mode
 from rekindle.replay import rng as random_state
 from rekindle.replay.switches import recomputing
 from rekindle.selective import backends
@@ -88,7 +88,8 @@ class RecordMode(TorchDispatchMode):
         self.book = Book(hooks)
         self._ops = _remembered(policy)
         self._counter = Counter(region)
-        self._fake = fake_mode(FAKE)
+        self._fake = entered_mode(FAKE)
+        self._tracer = entered_mode(PROXY)
         self._tiers: set[Fate] = set()
 
     @classmethod
@@ -106,6 +107,10 @@ class RecordMode(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         _running.modes.remove(self)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def is_inside_a_trace(self) -> bool:
+        """Whether an op of the region runs others to make a graph: they are not the region's."""
+        return entered_mode(FAKE) is not self._fake or entered_mode(PROXY) is not self._tracer
 
     def settle(self) -> None:
         """What the last op made is held from now on, if it is to be."""
@@ -172,7 +177,7 @@ class RecordMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if _running.is_blind or fake_mode(FAKE) is not self._fake:  # the latter: somebody traces
+        if _running.is_blind or self.is_inside_a_trace():
             return func(*args, **(kwargs or {}))
         if self.book.fresh:
             _running.is_blind = True

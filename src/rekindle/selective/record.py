@@ -12,7 +12,7 @@ the results of ops that change a buffer, which must not change it twice.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -173,13 +173,29 @@ class Call:
         """Whether it may do something else where gradients are off, as they are in backward."""
         self.outs: list[ref[Value]] = []
 
-    def run(self, made: list[Value], for_good: bool) -> None:
+    def run(self, made: list[Value], for_good: bool, is_usual: bool) -> None:
         """Run the op again, and note the values that still live and now have their tensors.
 
         For good: no backward will want them made once more, so they let go of what they were made
         from, and that goes as soon as nothing else needs it.
         """
+        given = self._given(made)  # for which a region around this one may be replayed
+        if is_usual:
+            self._run(*given, made, for_good)
+        else:
+            with _as_recorded():
+                self._run(*given, made, for_good)
+
+    def _given(self, made: list[Value]) -> tuple[list[Any], dict[str, Any]]:
+        """What the op is to be run on; what had to be brought back is noted."""
         args = [_given(arg, made) for arg in self.args]
+        if not self.kwargs:
+            return args, self.kwargs
+        return args, {key: _given(arg, made) for key, arg in self.kwargs.items()}
+
+    def _run(
+        self, args: list[Any], kwargs: dict[str, Any], made: list[Value], for_good: bool
+    ) -> None:
         rng = None if self.rng is None else random_state.swap(self.rng)
         switches = None if self.switches is None else backends.swap(self.switches)
         dtype = _default_dtype()
@@ -189,11 +205,7 @@ class Call:
         if self.needs_grad and grad is not self.grad:
             set_grad_enabled(self.grad)
         try:
-            if self.kwargs:
-                kwargs = {key: _given(arg, made) for key, arg in self.kwargs.items()}
-                out = self.func(*args, **kwargs)
-            else:
-                out = self.func(*args)
+            out = self.func(*args, **kwargs)
         finally:
             if self.needs_grad and grad is not self.grad:
                 set_grad_enabled(grad)
@@ -271,9 +283,9 @@ def make(wanted: Value, made: list[Value], for_good: bool) -> int:
     """Have a value made, by the calls it depends on and no others; the number of them."""
     calls = _needed(wanted)
     count = len(calls)
-    with nullcontext() if _is_usual(calls) else _as_recorded():
-        while calls:  # one by one: what only led to something that was made goes at once
-            calls.pop().run(made, for_good)
+    is_usual = _is_usual(calls)
+    while calls:  # one by one: what only led to something that was made goes at once
+        calls.pop().run(made, for_good, is_usual)
     return count
 
 

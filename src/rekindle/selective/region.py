@@ -21,6 +21,7 @@ from rekindle.internals import (
     top_hooks,
     without_modes,
 )
+from rekindle.offload.activation import Kept
 from rekindle.replay import fingerprint
 from rekindle.replay.switches import recomputing
 from rekindle.selective.mode import RecordMode, is_recording
@@ -80,8 +81,10 @@ class Region:
                 self._watch.count(footprint, "dropped")
         self._saved = []
 
-    def _pack(self, x: Tensor) -> "_Slot":
+    def _pack(self, x: Tensor) -> "_Slot | Kept":
         mode = self._mode
+        if mode.is_inside_a_trace():
+            return Kept(x)
         value = mode.saved(x)
         if self._watch is None and not self._checks_values:
             return _Slot(self, value)
@@ -191,7 +194,7 @@ class _Slot:
             )
 
 
-def _unpack(slot: _Slot) -> Tensor:
+def _unpack(slot: _Slot | Kept) -> Tensor:
     return slot.get()
 
 
