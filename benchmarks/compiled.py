@@ -7,8 +7,9 @@ on: whether they are the same bit for bit, and the largest difference relative t
 gradient of the same parameter. A recomputed layer is another graph, which inductor may fuse
 otherwise: then they are close, not the same, and torch's are as close.
 
-Torch has no public way to offload inside a graph; `save_on_cpu` is its way around one. On a CPU
-the backend is `aot_eager`, a smoke test for the shape `tiny`.
+Torch has no way to offload inside a graph, and its `save_on_cpu` fails around these: it gives back
+what a graph saved with other strides. On a CPU the backend is `aot_eager`, a smoke test for the
+shape `tiny`.
 """
 
 from collections.abc import Callable
@@ -20,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 
 import rekindle
 from benchmarks.command import Result, main
 from benchmarks.decoder import Decoder, RunBlock, Shape, plain
-from benchmarks.measure import format_table, interleaved
+from benchmarks.measure import Timings, format_table, interleaved
+from benchmarks.offload import bandwidth
 from benchmarks.strategies import (
     rekindle_full,
     rekindle_selective,
@@ -33,7 +34,14 @@ from benchmarks.strategies import (
     torch_selective,
 )
 from benchmarks.workload import Forward, Workload, deterministic_algorithms, same_bits
-from rekindle import policies
+from rekindle import CheckpointPolicy, policies
+
+
+def _if_free(_ctx: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    policy = CheckpointPolicy
+    return policy.PREFER_CPU_OFFLOAD if is_product else policy.PREFER_RECOMPUTE
+
 
 OFFLOADING = policies.at("mlp", policies.offload(policies.MATMULS)) | (
     policies.keep_matmuls_and_attention
@@ -41,8 +49,24 @@ OFFLOADING = policies.at("mlp", policies.offload(policies.MATMULS)) | (
 """Keep what takes compute, the large results of the MLP in host memory."""
 
 
+IF_FREE = policies.at("mlp", policies.of(_if_free)) | policies.keep_matmuls_and_attention
+"""The same, as much of it as costs no time."""
+ALL_AWAY = policies.offload(policies.MATMULS, policies.ATTENTION)
+"""What takes compute goes to host memory."""
+
+
 def rekindle_selective_offload(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     out: Tensor = rekindle.checkpoint(block, x, context_fn=OFFLOADING)
+    return out
+
+
+def rekindle_if_free(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    out: Tensor = rekindle.checkpoint(block, x, context_fn=IF_FREE)
+    return out
+
+
+def rekindle_all_away(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    out: Tensor = rekindle.checkpoint(block, x, context_fn=ALL_AWAY)
     return out
 
 
@@ -53,15 +77,30 @@ COMPILED: dict[str, RunBlock] = {
     "torch, keep matmuls and attention": torch_selective,
     "rekindle, keep matmuls and attention": rekindle_selective,
     "rekindle, the same with the MLP offloaded": rekindle_selective_offload,
+    "rekindle, as much of the MLP offloaded as costs no time": rekindle_if_free,
+    "rekindle, all that is kept offloaded": rekindle_all_away,
 }
 """What is compiled with each layer, as one graph."""
-AROUND: dict[str, Callable[[], Any]] = {
-    "save_on_cpu around compiled layers": partial(save_on_cpu, pin_memory=True),
-    "rekindle.offload() around compiled layers": rekindle.offload,
-    "rekindle.offload(quota=1.0) around them": partial(rekindle.offload, quota=1.0),
+AROUND: dict[str, tuple[Callable[[], Any], RunBlock]] = {
+    "rekindle.offload() around compiled layers": (rekindle.offload, plain),
+    "rekindle.offload(quota=1.0) around them": (partial(rekindle.offload, quota=1.0), plain),
+    "rekindle.offload() around layers that keep matmuls and attention": (
+        rekindle.offload,
+        rekindle_selective,
+    ),
 }
-"""What plain compiled layers run inside of."""
+"""What compiled layers run inside of, and what is compiled with each."""
 PLAIN = "compiled"
+_KEPT = "rekindle, keep matmuls and attention"
+WITHOUT_OFFLOAD = {
+    "rekindle, the same with the MLP offloaded": _KEPT,
+    "rekindle, as much of the MLP offloaded as costs no time": _KEPT,
+    "rekindle, all that is kept offloaded": _KEPT,
+    "rekindle.offload() around compiled layers": PLAIN,
+    "rekindle.offload(quota=1.0) around them": PLAIN,
+    "rekindle.offload() around layers that keep matmuls and attention": _KEPT,
+}
+"""What a way that offloads is compared with to see how much of the copying shows."""
 
 
 def layers(decoder: Decoder, run: RunBlock, backend: str) -> list[Callable[[Tensor], Tensor]]:
@@ -90,8 +129,8 @@ def forwards(work: Workload) -> dict[str, Forward]:
     found: dict[str, Forward] = {"plain eager": lambda decoder, x: decoder(x)}
     for name, run in COMPILED.items():
         found[name] = _inside(nullcontext, layers(work.decoder, run, backend))
-    for name, context in AROUND.items():
-        found[name] = _inside(context, layers(work.decoder, plain, backend))
+    for name, (context, run) in AROUND.items():
+        found[name] = _inside(context, layers(work.decoder, run, backend))
     return found
 
 
@@ -110,6 +149,9 @@ class CompiledResult(Result):
     """One way on one shape."""
 
     largest_difference: float
+    gib_moved: float
+    hidden: float | None
+    """How much of the time of copying, both ways one after the other, the step does not show."""
 
 
 class Comparison:
@@ -146,6 +188,8 @@ def measure(shape: Shape, device: str, seconds: float) -> list[CompiledResult]:
         synchronize=work.synchronize,
     )
     peaks = {name: work.peak(forward) for name, forward in ways.items()}
+    moved = {name: _bytes_moved(work, forward) for name, forward in ways.items()}
+    rate = bandwidth() if device == "cuda" else None
     plain_peak = peaks[PLAIN]
     results = []
     for name, taken in times.items():
@@ -161,14 +205,31 @@ def measure(shape: Shape, device: str, seconds: float) -> list[CompiledResult]:
                 peak_ratio=ratio,
                 gradients_identical=is_identical,
                 largest_difference=round(apart, 6),
+                gib_moved=round(moved[name] / 2**30, 2),
+                hidden=_hidden(name, times, moved[name], rate),
                 rounds=len(taken),
             )
         )
     return results
 
 
+def _bytes_moved(work: Workload, forward: Forward) -> int:
+    """What one step sends to host memory."""
+    with rekindle.observe() as seen:
+        work.step(forward)
+    return seen.offload.bytes_out
+
+
+def _hidden(name: str, times: Timings, moved: int, rate: float | None) -> float | None:
+    if not moved or rate is None:
+        return None
+    shown = median(times[name]) - median(times[WITHOUT_OFFLOAD[name]])
+    return round(1 - shown / (2 * moved / rate), 2)
+
+
 def format_results(results: list[CompiledResult]) -> str:
     header = ["strategy", "ms", "time ratio", "peak MiB", "peak ratio", "gradients", "apart"]
+    header += ["GiB moved", "hidden"]
     rows = [
         [
             result.strategy,
@@ -178,6 +239,8 @@ def format_results(results: list[CompiledResult]) -> str:
             "-" if result.peak_ratio is None else f"{result.peak_ratio:.2f}",
             "identical" if result.gradients_identical else "close",
             f"{result.largest_difference:.1e}",
+            f"{result.gib_moved:.1f}",
+            "-" if result.hidden is None else f"{result.hidden:.2f}",
         ]
         for result in results
     ]

@@ -204,15 +204,16 @@ def test_on_a_gpu_steps_are_those_of_the_compiled_model_without_regions(
     block, x = Block(dim=64, drop=0.5).cuda(), leaf(32, 64, device="cuda")
     plain = torch.compile(block, mode=mode, fullgraph=True)
     other = torch.compile(region(block, policy), mode=mode, fullgraph=True)
-    losses: list[list[Tensor]] = []
+    leaves, losses = [x, *block.parameters()], list[list[Tensor]]()
     for run in (plain, other):
         torch.manual_seed(0)
         grads = []
         for _ in range(4):
-            x.grad = None
+            for one in leaves:  # a graph that is captured writes its results over those before
+                one.grad = None
             torch.compiler.cudagraph_mark_step_begin()
             run(x).sum().backward()
-            grads.append(x.grad.clone())  # type: ignore[union-attr]
+            grads += [one.grad.clone() for one in leaves]  # type: ignore[union-attr]
         losses.append(grads)
     for a, b in zip(*losses, strict=True):
         torch.testing.assert_close(a, b)

@@ -30,6 +30,9 @@ top_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
 """The pair of saved-tensor hooks that a tensor saved now would go through, or None; takes False. No
 public form."""
 
+nodes_so_far: Callable[[], int] = _autograd._get_sequence_nr
+"""How many ops autograd has followed on this thread. No public form."""
+
 keep_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 """Whether the backward that is running was called with `retain_graph=True`. No public form."""
 

@@ -1,18 +1,17 @@
-"""Fates on the nodes of a graph, where torch's partitioner and its offload pass read them.
+"""Fates on the nodes of a graph, where torch's partitioner and our offload pass read them."""
 
-Note [Offload in a graph]. Torch's pass moves the saved results that are marked, by copies on the
-stream that computes: it waits for them. It is off unless a setting says otherwise, so that is on
-from the first mark until the compilation ends. Of the pass's two forms this is the plain one: the
-other, with a stream of its own, frees the storage of what it has moved, also when a view of it is
-an output of the graph or the backward runs again.
-"""
-
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rekindle.compiled.handover import CheckpointPolicy
+from rekindle.selective.fates import Fate
+
+FATE = "rekindle_fate"
+"""Under which a node's `meta` has the fate of what it makes."""
 
 
 def _proxies() -> Any:
@@ -42,30 +41,28 @@ def keep(tensor: Tensor) -> None:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def offload(tensors: list[Tensor]) -> None:
-    """Have results sent to host memory and back: Note [Offload in a graph]."""
+def offload(tensors: list[Tensor], fate: Fate) -> None:
+    """Have results sent away and brought back: Note [Offload in a graph]."""
     for tensor in tensors:
-        node = node_of(tensor) if can_go(tensor) else None
+        node = node_of(tensor) if can_go(tensor, fate) else None
         if node is not None:
-            node.meta["should_offload"] = True
-            _run_torchs_pass()
+            _mark(node, fate)
 
 
-def offload_what_was_marked() -> None:
+def offload_what_was_marked(fate: Fate) -> None:
     """Do so for the nodes that were tagged to be: by torch 2.11, which asks before an op runs."""
     proxies = _proxies()
     for node in reversed(proxies.tracer.graph.nodes) if proxies is not None else ():
         if node.meta.get("recompute") is CheckpointPolicy.MUST_CPU_OFFLOAD:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             made = node.meta.get("val")
-            if isinstance(made, Tensor) and can_go(made):
-                node.meta["should_offload"] = True
-                _run_torchs_pass()
+            if isinstance(made, Tensor) and can_go(made, fate):
+                _mark(node, fate)
 
 
-def can_go(tensor: Tensor) -> bool:
-    """Whether a tensor is not in host memory anyway, and comes back from there with its strides."""
-    return is_away(tensor) and tensor.is_contiguous()
+def can_go(tensor: Tensor, fate: Fate) -> bool:
+    """Whether a tensor is not in host memory anyway, unless it is to go to disk."""
+    return is_away(tensor) or fate is Fate.SPILL
 
 
 def is_away(tensor: Tensor) -> bool:
@@ -73,25 +70,56 @@ def is_away(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
+def _mark(node: Any, fate: Fate) -> None:
+    node.meta[FATE] = fate
+    _run_our_pass()
+
+
 _patches: list[Any] = []
-"""The setting that is changed while something is compiled."""
+"""What is changed while something is compiled."""
 
 
-def _run_torchs_pass() -> None:
-    """Have this compilation run torch's pass. No public form; tried on torch 2.11 and 2.13."""
+def _run_our_pass() -> None:
+    """Have this compilation run our pass, and then torch's, which is off by default.
+
+    No public form; tried on torch 2.11 and 2.13.
+    """
     from torch._dynamo.callback import callback_handler  # noqa: PLC0415
     from torch._functorch import config  # noqa: PLC0415
-
-    is_compiled = torch._guards.CompileContext.try_get() is not None
-    if _patches or not is_compiled or config.enable_activation_offloading:
-        return
-    patch = config.patch(
-        enable_activation_offloading=True, activation_offload_separate_stream=False
+    from torch._functorch._activation_offloading import (  # noqa: PLC0415
+        activation_offloading as torchs,
     )
-    patch.__enter__()
-    _patches.append(patch)
+
+    from rekindle.compiled.offloading import offload_marked  # noqa: PLC0415 (it comes with ops)
+
+    if _patches or torch._guards.CompileContext.try_get() is None:
+        return
+    torchs_pass = torchs.enable_activation_offloading
+    is_on = config.enable_activation_offloading
+
+    def both(forward: Any, backward: Any, outputs: int, *others: Any) -> None:
+        offload_marked(forward, backward, outputs)
+        if is_on:
+            torchs_pass(forward, backward, outputs, *others)
+
+    for patch in (
+        config.patch(enable_activation_offloading=True),
+        _replaced(torchs, "enable_activation_offloading", both),
+    ):
+        patch.__enter__()
+        _patches.append(patch)
     if _put_back not in callback_handler.end_callbacks:
         callback_handler.register_end_callback(_put_back)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    was = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, was)
 
 
 def _put_back(_: Any) -> None:

@@ -55,7 +55,12 @@ class Activation:
     )
 
     def __init__(
-        self, lane: "Lane", step: "Step", x: Tensor, storage: torch.UntypedStorage
+        self,
+        lane: "Lane",
+        step: "Step",
+        x: Tensor,
+        storage: torch.UntypedStorage,
+        is_ours: bool = False,
     ) -> None:
         self.lane = lane
         self.step = step
@@ -73,7 +78,7 @@ class Activation:
         self.counts = False
         """Whether its bytes count as being on the device."""
         self.is_coming = self.was_away = False
-        self.is_loose = grad_fn_of(x) is None
+        self.is_loose = not is_ours and grad_fn_of(x) is None
         """Whether nothing shows that an op made it: Note [Whose tensor is it]."""
         self.storage = StorageWeakRef(storage)
         self.version = version_of(x)

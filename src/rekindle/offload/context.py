@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.compiled.frames import break_graph, no_graph_inside
-from rekindle.internals import capturing, func_transform, pop_hooks, push_hooks
+from rekindle.internals import capturing, func_transform, is_traced, pop_hooks, push_hooks
 from rekindle.offload.activation import Kept, Saved, may_move, unpack
 from rekindle.offload.disk import DiskTier
 from rekindle.offload.host import HostTier
@@ -174,8 +174,13 @@ class Engine:
         self._lock = threading.Lock()
 
     @no_graph_inside
-    def pack(self, x: Tensor) -> Saved | Kept:
-        """What autograd gets in place of a tensor that it saves."""
+    def pack(self, x: Tensor, is_ours: bool = False) -> Saved | Kept:
+        """What autograd gets in place of a tensor that it saves.
+
+        Ours: whoever saves it says that nobody else holds it, or is going to.
+        """
+        if is_traced():  # the graph is made of tensors, not of their bytes
+            return Kept(x)
         if may_move(x, self._options.min_bytes) and os.getpid() == self._process:
             device = x.device
             lane = self._lanes.get(device)
@@ -183,7 +188,7 @@ class Engine:
                 with self._lock:
                     lane = self._lanes.setdefault(device, self._lane_for(device))
             if lane is not None:
-                return lane.save(x)
+                return lane.save(x, is_ours)
         return Kept(x)
 
     def pause(self, failed: bool) -> None:

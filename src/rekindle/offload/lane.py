@@ -8,7 +8,6 @@ far Python runs ahead of the device. What backward asks for before it was fetche
 again, comes on top.
 """
 
-import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from torch import Tensor
 from rekindle import observation
 from rekindle.emptying import empty_when_backward_ends
 from rekindle.errors import OffloadError
-from rekindle.internals import graph_task_id, storage_key, version_of, without_modes
+from rekindle.internals import graph_task_id, nodes_so_far, storage_key, version_of, without_modes
 from rekindle.offload.activation import Activation, Saved, bytes_of
 from rekindle.offload.departures import Departures
 from rekindle.offload.derive import Derivation, derivation_of, is_made_by_its_node
@@ -33,8 +32,6 @@ from rekindle.sizes import format_bytes
 if TYPE_CHECKING:
     from rekindle.offload.options import Options
     from rekindle.offload.tiers import Tier
-
-_getframe = sys._getframe
 
 
 class Lane:
@@ -54,19 +51,19 @@ class Lane:
         self._leaving = Departures(tier, options, self._waiting)
         self._backwards: dict[int, _Backward] = {}
 
-    def save(self, x: Tensor) -> Saved:
+    def save(self, x: Tensor, is_ours: bool = False) -> Saved:
         """Take a tensor that autograd saves."""
         place = _place()
         with self._lock, without_modes():
             self._tidy()
             step = self._open_step()
-            if step.loose and step.choice is not None:
+            if step.loose:
                 self._send_loose(step, running=place)
             storage = x.untyped_storage()
             known = step.by_storage.get(storage_key(storage))
             activation = known() if known else None
             if activation is None or not self._is_same(activation, x):
-                activation = self._add(step, x, storage, place)
+                activation = self._add(step, x, storage, place, is_ours)
             return Saved(activation, x)
 
     def _is_same(self, activation: Activation, x: Tensor) -> bool:
@@ -161,9 +158,14 @@ class Lane:
         return step
 
     def _add(
-        self, step: Step, x: Tensor, storage: torch.UntypedStorage, place: Place
+        self,
+        step: Step,
+        x: Tensor,
+        storage: torch.UntypedStorage,
+        place: Place,
+        is_ours: bool,
     ) -> Activation:
-        activation = Activation(self, step, x, storage)
+        activation = Activation(self, step, x, storage, is_ours)
         step.living += 1
         derivation = derivation_of(self, x, storage) if self._options.derive else None
         if derivation is not None and self._is_trusted(step, derivation, activation):
@@ -217,9 +219,13 @@ class Lane:
             elif step.choice is not None:
                 self._send(activation)
             elif activation.is_left_to_us():
-                self._send_within_quota(step, activation)
-            else:
+                ready = [activation] if running is None else step.line_up(activation)
+                for leaving in ready:
+                    self._send_within_quota(step, leaving)
+            elif running is None:
                 step.diary.stays.add(activation.index)
+            else:
+                later.append((weak, place))
         step.loose = later
 
     def _send_within_quota(self, step: Step, activation: Activation) -> None:
@@ -361,9 +367,5 @@ class _Backward:
 
 
 def _place() -> Place:
-    """Where the op was called that saves just now; autograd's own threads run no code of Python."""
-    try:
-        caller = _getframe(3)
-    except ValueError:
-        return get_ident(), None, 0
-    return get_ident(), caller.f_code, caller.f_lasti
+    """Which op saves just now: on what thread, and how many autograd had followed there by then."""
+    return get_ident(), nodes_so_far()

@@ -1,7 +1,6 @@
 """The activations of one step, from the first that is saved to the last that is used."""
 
 from collections import deque
-from types import CodeType
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import ref
 
@@ -11,8 +10,8 @@ from rekindle.offload.history import Derivable, Diary, History
 if TYPE_CHECKING:
     from rekindle.offload.activation import Activation
 
-Place: TypeAlias = tuple[int, CodeType | None, int]
-"""Where an op was called: the thread, the code, and where in the code."""
+Place: TypeAlias = tuple[int, int]
+"""Which op it is: the thread, and how many ops autograd had followed there."""
 
 
 class Step:

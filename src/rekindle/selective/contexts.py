@@ -51,9 +51,11 @@ class _InTorchsWords:
     def __init__(self, policy: Any) -> None:
         self._policy = policy
         self._states: dict[bool, Counter] = {False: Counter(), True: Counter()}
+        self._last = Fate.OFFLOAD
+        """What was said of the last result that is to go."""
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        tags.offload_what_was_marked()
+        tags.offload_what_was_marked(self._last)
         counter = self._states[bool(ctx.is_recompute)]
         out = getattr(ctx, "op_output", None)
         told = counter.context(op, out, args, kwargs, ctx.is_recompute)
@@ -62,10 +64,13 @@ class _InTorchsWords:
         if name is not None and not ctx.is_recompute:
             self._name(args[0], name, told)
         fate = self._policy.fate(told) or Fate.RECOMPUTE
-        if fate in _AWAY and out is not None:
-            tags.offload([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
-            return FOR_TORCH[Fate.KEEP]
-        return FOR_TORCH[Fate.KEEP if fate is Fate.OFFLOAD_FREELY else fate]
+        if fate not in _AWAY:
+            return FOR_TORCH[fate]
+        if out is None:  # on torch 2.11, which asks before the op runs
+            self._last = fate
+            return FOR_TORCH[Fate.OFFLOAD]
+        tags.offload([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], fate)
+        return FOR_TORCH[Fate.KEEP]
 
     def _name(self, tensor: Tensor, name: str, told: SelectiveCheckpointContext) -> None:
         """Give a tensor that is there already the fate of its name."""
@@ -73,11 +78,11 @@ class _InTorchsWords:
         if fate is not None and fate is not Fate.RECOMPUTE:
             tags.keep(tensor)
         if fate in _AWAY:
-            tags.offload([tensor])
+            tags.offload([tensor], fate)
 
 
-_AWAY = (Fate.OFFLOAD, Fate.SPILL)
-"""Fates that torch's offload pass takes care of; it knows no disk."""
+_AWAY = (Fate.OFFLOAD, Fate.OFFLOAD_FREELY, Fate.SPILL)
+"""Fates that take results elsewhere."""
 
 
 class Counter:

@@ -1,9 +1,12 @@
 """The fates that send what is kept elsewhere, by the engine of `rekindle.offload`."""
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 
-from rekindle.offload.activation import unpack
+from torch import Tensor
+
+from rekindle.internals import with_versions
+from rekindle.offload.activation import Kept, Saved, unpack
 from rekindle.offload.context import Engine, engine_of
 from rekindle.offload.options import Options, options_of
 from rekindle.selective.fates import Fate
@@ -25,6 +28,12 @@ def _engine(fate: Fate) -> Engine:
 def hooks_of(fate: Fate) -> Hooks:
     """What takes a tensor with this fate, and what gives it back."""
     return _engine(fate).pack, unpack
+
+
+def take(fate: Fate, x: Tensor) -> Saved | Kept:
+    """Take a tensor that nobody but the caller holds."""
+    saved: Saved | Kept = with_versions(partial(_engine(fate).pack, is_ours=True), x)
+    return saved
 
 
 def pause(fates: Iterable[Fate], failed: bool) -> None:
