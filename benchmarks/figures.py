@@ -88,6 +88,27 @@ def budget(results: dict[str, Any], only: Sequence[str] | None = None) -> str:
     return table(heads, rows)
 
 
+def compiled(results: dict[str, Any]) -> str:
+    """Time and activation peak of compiled layers, times plain eager's."""
+    shapes = list(dict.fromkeys(r["shape"] for r in results["results"]))
+    names = list(dict.fromkeys(r["strategy"] for r in results["results"]))
+    cells = {(r["strategy"], r["shape"]): r for r in results["results"]}
+    columns = ("time", "peak", "GiB each way", "copies hidden")
+    heads = ["every layer compiled (times plain eager)"]
+    heads += [f"{shape} {head}" for shape in shapes for head in columns]
+    rows = []
+    for name in names:
+        row = [name]
+        for shape in shapes:
+            found, eager = cells[name, shape], cells["plain eager", shape]
+            row.append(f"{found['milliseconds'] / eager['milliseconds']:.2f}")
+            row.append(f"{found['peak_mib'] / eager['peak_mib']:.2f}")
+            row.append(f"{found['gib_moved']:.1f}" if found["gib_moved"] else "")
+            row.append("" if found["hidden"] is None else f"{found['hidden']:.0%}")
+        rows.append(row)
+    return table(heads, rows)
+
+
 def policies(results: dict[str, Any]) -> str:
     """What policies hold and replay in one block."""
     rows = [
@@ -115,6 +136,7 @@ def pages() -> dict[Path, str]:
     moved = json.loads((RESULTS / "offload-h200.json").read_text())
     held = json.loads((RESULTS / "policies.json").read_text())
     planned = json.loads((RESULTS / "budget-h200.json").read_text())
+    in_graphs = json.loads((RESULTS / "compiled-h200.json").read_text())
     fourth = "scripts/bench budget --shape all"
     first, second = "scripts/bench overhead", "scripts/bench recompute --shape all"
     third = "scripts/bench offload --shape all"
@@ -143,6 +165,9 @@ def pages() -> dict[Path, str]:
             ]
         ),
         ROOT / "docs" / "budget.md": "\n\n".join([source(planned, fourth), budget(planned)]),
+        ROOT / "docs" / "compile.md": "\n\n".join(
+            [source(in_graphs, "scripts/bench compiled --shape all"), compiled(in_graphs)]
+        ),
         ROOT / "docs" / "offload.md": "\n\n".join([source(moved, third), offload(moved)]),
     }
 

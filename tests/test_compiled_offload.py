@@ -233,6 +233,60 @@ def test_what_a_graph_sends_away_comes_back(backend: str, written_at_once: None)
     assert traffic.bytes_out == traffic.bytes_in == 6 * product_bytes
 
 
+class Attending(nn.Module):
+    """Attention, dropout, and a norm whose buffers change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.norm = nn.Linear(8, 24), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).view(2, -1, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = nn.functional.dropout(out.transpose(1, 2).flatten(0, 1).flatten(1), 0.5)
+        return x + self.norm(out)
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.spill(),
+        policies.spill(policies.MATMULS | policies.ATTENTION),
+        policies.every(2, policies.spill(policies.MATMULS)) | policies.keep(policies.ATTENTION),
+    ],
+    ids=["all", "compute", "every second"],
+)
+def test_blocks_that_offload_in_one_graph_have_the_gradients_of_those_that_keep(
+    policy: Any, backend: str, written_at_once: None
+) -> None:
+    blocks, x = nn.ModuleList(Attending() for _ in range(3)), leaf(8, 8)
+
+    def run(x: Tensor, policy: Any) -> Any:
+        for block in blocks:
+            x = rekindle.checkpoint(block, x, context_fn=policy)
+        return x.sin()
+
+    kept = torch.compile(lambda x: run(x, EVERYTHING), backend=backend, fullgraph=True)
+    away = torch.compile(lambda x: run(x, policy), backend=backend, fullgraph=True)
+    leaves = [x, *blocks.parameters()]
+    for _ in range(2):
+        assert_close_step(lambda: kept(x), lambda: away(x), leaves, exact=backend == "aot_eager")
+
+
+EVERYTHING = policies.keep()
+
+
+def assert_close_step(plain: Any, other: Any, leaves: list[Tensor], exact: bool) -> None:
+    """The same gradients, bit for bit if ops run as they are written."""
+    found = []
+    for run in (plain, other):
+        torch.manual_seed(0)
+        found.append(torch.autograd.grad(run().sum(), leaves))
+    for one, another in zip(*found, strict=True):
+        assert torch.equal(one, another) if exact else torch.allclose(one, another, atol=1e-5)
+
+
 @BACKENDS
 def test_several_steps_in_flight_keep_their_own(backend: str, written_at_once: None) -> None:
     first, second = leaf(4, 8), leaf(4, 8)
