@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rekindle
 from benchmarks.decoder import Decoder, Shape
 from rekindle.budget.front import _plan, try_out
-from rekindle.budget.simulate import link_seconds, simulate
+from rekindle.budget.simulate import simulate
 from rekindle.budget.values import BlockProfile, Option, Profile
 from tests.toys import Block, Stack
 
@@ -71,27 +71,44 @@ def test_what_is_there_all_the_time_and_before_the_first_block_is_below_it_all()
     )
 
 
-def test_two_copies_of_the_largest_move_are_under_way() -> None:
-    still = Option("select", (1,), (), 10, 0, 1.0, 2.0, 60, 70)
-    bare = simulate(profile_of(2), [still, KEEP]).peak
-    assert simulate(profile_of(2), [MOVE, KEEP]).peak == bare + 2 * 50
-
-
 def test_time_is_that_of_the_blocks_and_of_the_rest() -> None:
     assert simulate(profile_of(2, rest_seconds=0.5), [KEEP, DROP]).seconds == 0.5 + 3.0 + 4.0
 
 
 def test_a_link_with_time_enough_costs_none() -> None:
-    assert link_seconds(profile_of(2), [MOVE, MOVE]) == 0.0
+    assert simulate(profile_of(2), [MOVE, KEEP]).seconds == 2.0 + 4.0
+
+
+def test_what_the_backward_begins_with_is_waited_for() -> None:
+    assert simulate(profile_of(2), [KEEP, MOVE]).seconds == 2.0 + 0.5 + 4.0
+
+
+def test_what_comes_back_meanwhile_is_not() -> None:
+    assert simulate(profile_of(3), [MOVE, MOVE, KEEP]).seconds == 3.0 + 6.0
 
 
 def test_a_slow_link_is_waited_for_both_ways() -> None:
-    profile = profile_of(2, bytes_per_second=10.0)
-    assert link_seconds(profile, [MOVE, MOVE]) == (10.0 - 2.0) + (10.0 - 4.0)
+    profile = profile_of(2, bytes_per_second=10.0)  # five seconds each way, out from the middle on
+    out = 0.5 + 5.0
+    assert simulate(profile, [MOVE, KEEP]).seconds == out + 5.0 + 2.0
 
 
 def test_without_moves_no_link_is_needed() -> None:
-    assert link_seconds(profile_of(2, bytes_per_second=0.0), [KEEP, DROP]) == 0.0
+    profile = profile_of(2, bytes_per_second=0.0)
+    assert simulate(profile, [KEEP, DROP]).seconds == 2.0 + 2.0 + 3.0
+
+
+def test_what_has_not_left_yet_is_still_there() -> None:
+    # At the second block's forward: what is held, its peak, and what is left to copy of 50.
+    slow = profile_of(2, bytes_per_second=10.0)
+    large = Option("keep", (), (), 100, 0, 1.0, 2.0, 300, 30)
+    assert simulate(slow, [MOVE, large]).peak == 10 + 300 + 45
+    assert simulate(profile_of(2), [MOVE, large]).peak == 10 + 300
+
+
+def test_what_comes_back_next_is_there_ahead_of_its_use() -> None:
+    choice = [MOVE, DROP]
+    assert simulate(profile_of(2), choice).peak == 10 + 10 + 120 + 50
 
 
 class Language(nn.Module):

@@ -15,10 +15,14 @@ class Numbered(Policy):
     kept: frozenset[int]
     offloaded: frozenset[int]
 
+    def __post_init__(self) -> None:
+        away = dict.fromkeys(self.offloaded, Fate.OFFLOAD_AS_PLANNED)
+        object.__setattr__(self, "by_number", {**dict.fromkeys(self.kept, Fate.KEEP), **away})
+        super().__post_init__()
+
     def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
-        if ctx.number in self.offloaded:  # no more than the link has time for was chosen
-            return Fate.OFFLOAD_FREELY
-        return Fate.KEEP if ctx.number in self.kept else Fate.RECOMPUTE
+        assert self.by_number is not None, "it was made with the policy"
+        return self.by_number.get(ctx.number, Fate.RECOMPUTE)
 
     def __repr__(self) -> str:
         parts = [("keep", self.kept), ("offload", self.offloaded)]

@@ -162,7 +162,11 @@ def frontier(profile: Profile, points: int = 8) -> list[Point]:
         plan = solve(profile, max(budget, least))
         if not found or plan.predicted_peak < found[-1].peak:
             found.append(Point(plan.predicted_peak, plan.predicted_time, plan))
-    return found
+    return [
+        point
+        for i, point in enumerate(found)
+        if all(point.seconds <= less.seconds for less in found[i + 1 :])
+    ]
 
 
 def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = None) -> Plan:

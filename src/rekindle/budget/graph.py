@@ -6,7 +6,7 @@ have under a policy (`ctx.number`), so a choice made here can be carried out the
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Value:
     nbytes: int
     maker: int | None
     """The index of the op that makes it; None if it cannot be made again, and is held if needed."""
+    changes: bool = False
+    """Whether it is written to after it was made: then it is no good to send it away at once."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class _Builder:
     values: list[Value] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
     by_storage: dict[int, int] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set)
     alive: list[Tensor] = field(default_factory=list)
     """So that no address is used twice."""
 
@@ -93,9 +96,11 @@ class _GraphMode(TorchDispatchMode):
             self._number += 1
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        built = self._built
+        if kind is Kind.CHANGES or kind is Kind.OPAQUE:
+            built.changed.update(i for i in map(built.find, given) if i is not None)
         if kind is Kind.VIEW or not made:
             return out
-        built = self._built
         new = [tensor for tensor in made if built.find(tensor) is None]
         inputs = tuple(i for i in map(built.find, given) if i is not None)
         maker = len(built.ops) if again else None
@@ -126,7 +131,8 @@ def record(forward: Callable[[], Any], device: torch.device) -> Graph:
         Op(op.number, op.name, seconds.get(i, 0.0), op.inputs, op.outputs)
         for i, op in enumerate(built.ops)
     )
-    return Graph(ops, tuple(built.values), frozenset(built.saved))
+    values = (replace(value, changes=i in built.changed) for i, value in enumerate(built.values))
+    return Graph(ops, tuple(values), frozenset(built.saved))
 
 
 def _clock_of(device: torch.device) -> Callable[[], Any]:

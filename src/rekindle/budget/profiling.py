@@ -7,7 +7,7 @@ every option that is worth having: bytes and times are those of the real thing.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -231,9 +231,8 @@ def _menu(block: nn.Module, call: tuple[Any, Any], device: torch.device) -> tupl
     if device.type == "cuda":
         everything = tuple(sorted(graph.ops[m].number for m in _makers(graph)))
         whole = run.measured(Option("select", everything))
-        options += [
-            _offloaded(option, graph) for option in [whole, *options] if option.fate == "select"
-        ]
+        selected = [whole, *(option for option in options if option.fate == "select")]
+        options += [less for option in selected for less in offloading(option, graph)]
     return tuple(_undominated(options))
 
 
@@ -242,27 +241,35 @@ def _makers(graph: Graph) -> set[int]:
     return {maker for maker in makers if maker is not None}
 
 
-def _offloaded(option: Option, graph: Graph) -> Option:
-    """The same, with all that is kept sent to host memory."""
-    kept = set(option.kept)
-    moved = sum(
-        graph.values[v].nbytes
-        for op in graph.ops
-        if op.number in kept
-        for v in op.outputs
-        if v in graph.saved
-    )
-    return Option(
-        "select",
-        (),
-        option.kept,
-        bytes_held=max(option.bytes_held - moved, 0),
-        bytes_moved=moved,
-        forward_seconds=option.forward_seconds,
-        backward_seconds=option.backward_seconds,
-        forward_peak=option.forward_peak,
-        backward_peak=option.backward_peak + moved,
-    )
+def offloading(option: Option, graph: Graph) -> list[Option]:
+    """The same with some of what is kept sent to host memory: the largest, and so on to all.
+
+    Time is that of the option: whether the link keeps up is seen when blocks are put together.
+    """
+    sizes: dict[int, int] = {}
+    for op in graph.ops:
+        if op.number in option.kept and not any(graph.values[v].changes for v in op.outputs):
+            sizes[op.number] = sum(graph.values[v].nbytes for v in op.outputs if v in graph.saved)
+    largest = sorted((number for number in sizes if sizes[number]), key=lambda n: -sizes[n])
+    found = []
+    for count in range(1, len(largest) + 1):
+        away = largest[:count]
+        moved = sum(sizes[number] for number in away)
+        found.append(
+            replace(
+                option,
+                kept=tuple(number for number in option.kept if number not in away),
+                offloaded=tuple(sorted(away)),
+                bytes_held=max(option.bytes_held - moved, 0),
+                bytes_moved=moved,
+                backward_peak=option.backward_peak + moved,
+            )
+        )
+    return [] if not found else [*found[:_MOVES], *([found[-1]] if len(found) > _MOVES else [])]
+
+
+_MOVES = 6
+"""How many of the largest results are sent away one by one, before all of them are."""
 
 
 def _undominated(options: list[Option]) -> list[Option]:

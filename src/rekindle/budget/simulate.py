@@ -1,6 +1,7 @@
 """The step's timeline: how high memory rises at each of its points, and how long it takes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rekindle.budget.values import Option, Prediction, Profile
 
@@ -8,27 +9,67 @@ from rekindle.budget.values import Option, Prediction, Profile
 def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
     """What happens if each block runs by its option, in the order of the forward."""
     base = profile.static_bytes + profile.before_bytes
-    flying = 2 * max((option.bytes_moved for option in options), default=0)
+    blocks = [(path, option) for (path, _), option in zip(profile.order, options, strict=True)]
+    points: list[tuple[int, str]] = []
+    link = _Link(profile.bytes_per_second)
     held = 0
-    points: list[tuple[int, str]] = [(base, "the start")]
-    for (path, _), option in zip(profile.order, options, strict=True):
-        points.append((held + option.forward_peak, f"the forward of {path}"))
+    for path, option in blocks:
+        points.append((held + option.forward_peak + link.leaving(), f"the forward of {path}"))
         held += option.bytes_held
-    points.append((held + profile.rest_peak, "the head and the loss"))
-    for (path, _), option in zip(reversed(profile.order), reversed(options), strict=True):
-        points.append((held + option.backward_peak, f"the backward of {path}"))
+        link.send(option.bytes_moved, option.forward_seconds)
+    points.append((held + profile.rest_peak + link.leaving(), "the head and the loss"))
+    link.turn(profile.rest_seconds)
+    fetched = _fetched(blocks)
+    for (path, option), ahead in zip(reversed(blocks), fetched, strict=True):
+        points.append((held + option.backward_peak + ahead, f"the backward of {path}"))
         held -= option.bytes_held
-    highest, where = max(points[1:], default=(0, "the start"))
-    seconds = profile.rest_seconds + sum(option.seconds for option in options)
-    return Prediction(base + highest + flying, seconds + link_seconds(profile, options), where)
+        link.fetch(option.bytes_moved, option.backward_seconds)
+    highest, where = max(points, default=(0, "the start"))
+    return Prediction(base + highest, profile.rest_seconds + link.seconds, where)
 
 
-def link_seconds(profile: Profile, options: Sequence[Option]) -> float:
-    """How long the device waits for copies: out during the forward, in during the backward."""
-    moved = sum(option.bytes_moved for option in options)
-    if not moved:
-        return 0.0
-    taken = moved / profile.bytes_per_second
-    forward = sum(option.forward_seconds for option in options)
-    backward = sum(option.backward_seconds for option in options)
-    return max(0.0, taken - forward) + max(0.0, taken - backward)
+def _fetched(blocks: Sequence[tuple[str, Option]]) -> list[int]:
+    """What is there ahead of its use in each backward: the next that comes back."""
+    following = [option.bytes_moved for _, option in reversed(blocks)]
+    found, coming = [], 0
+    for moved in reversed(following):
+        found.append(coming)
+        coming = moved or coming
+    return found[::-1]
+
+
+@dataclass
+class _Link:
+    """Copies one thing after another, out in the forward and back in the backward."""
+
+    rate: float
+    seconds: float = 0.0
+    """What the device has worked and waited so far."""
+    free_at: float = 0.0
+    """When all is copied that was given so far."""
+    lead: float = 0.0
+    """When the one that comes back next could begin: when the one before it was used."""
+
+    def leaving(self) -> int:
+        """Bytes that are still on their way out."""
+        return int(max(self.free_at - self.seconds, 0.0) * self.rate)
+
+    def send(self, nbytes: int, seconds: float) -> None:
+        """A block's forward, with what it sends away: as it is made."""
+        begin = max(self.free_at, self.seconds + seconds / 2)
+        self.seconds += seconds
+        if nbytes:
+            self.free_at = max(begin + nbytes / self.rate, self.seconds)
+
+    def turn(self, seconds: float) -> None:
+        """The backward begins when all has left; half of what is outside the blocks is before."""
+        self.seconds = max(self.seconds + seconds / 2, self.free_at) - seconds / 2
+        self.free_at = self.lead = self.seconds
+
+    def fetch(self, nbytes: int, seconds: float) -> None:
+        """A block's backward, for which something has to come back: the next one ahead of it."""
+        if nbytes:
+            came = max(self.free_at, self.lead) + nbytes / self.rate
+            self.free_at, self.lead = came, max(self.seconds, came)
+            self.seconds = max(self.seconds, came)
+        self.seconds += seconds

@@ -6,7 +6,7 @@ Where they differ, each place has an option of its own; then the search ends aft
 says how far from the best its answer may be.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -17,6 +17,8 @@ from rekindle.budget.values import Option, Prediction, Profile
 
 _MIB = 2**20
 _SECONDS = 5.0
+_WITH_A_LINK = {"time_limit": 1.0, "mip_rel_gap": 1e-3}
+"""There the answer is improved afterwards anyway."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,99 @@ class _Rows:
 
 
 def choose(profile: Profile, budget: int) -> Choice | None:
-    """The fastest choice whose simulated peak is within a budget; None if there is none."""
+    """The fastest choice whose simulated peak is within a budget; None if there is none.
+
+    Where nothing moves, that is what the solver says. To it, what is on the way is as much as the
+    most that any block moves; where that is not so, the choice is improved step by step.
+    """
+    still = _solved(without_offload(profile), budget)
+    if not _moves(profile):
+        return still
+    moving = _solved(profile, budget)
+    starts = [choice for choice in (still, moving) if choice is not None]
+    starts += [_spread(profile, choice) for choice in starts[-1:]]
+    if not starts:
+        starts = [_least_held(profile)]
+    found = [_improved(profile, choice, budget) for choice in starts]
+    fitting = [choice for choice in found if choice.prediction.peak <= budget]
+    return min(fitting, key=_seconds, default=None)
+
+
+def without_offload(profile: Profile) -> Profile:
+    """The profile, as if there were no link."""
+    blocks = [
+        replace(block, options=tuple(o for o in block.options if not o.bytes_moved))
+        for block in profile.blocks
+    ]
+    return replace(profile, blocks=tuple(blocks))
+
+
+def _solved(profile: Profile, budget: int) -> Choice | None:
     paths = [path for path, _ in profile.order]
     if len(profile.blocks) == 1 and len(set(paths)) == len(paths):
         return _choose_counts(profile, budget)
     return _choose_each(profile, budget)
+
+
+def _seconds(choice: Choice) -> float:
+    return choice.prediction.seconds
+
+
+def _least_held(profile: Profile) -> Choice:
+    """Every block by the option that holds least."""
+    menus = (profile.options(i) for i in range(len(profile.order)))
+    options = tuple(min(menu, key=_bytes_held) for menu in menus)
+    return Choice(options, simulate(profile, options), 0.0)
+
+
+def _spread(profile: Profile, choice: Choice) -> Choice:
+    """The same options, with those that move something evenly between the others."""
+    if len(profile.blocks) > 1:
+        return choice
+    moving = [option for option in choice.options if option.bytes_moved]
+    others = [option for option in choice.options if not option.bytes_moved]
+    count = len(choice.options)
+    places = {i * count // len(moving) for i in range(len(moving))} if moving else set()
+    options = tuple((moving if i in places else others).pop(0) for i in range(count))
+    return Choice(options, simulate(profile, options), choice.gap)
+
+
+_LOOKS = 300_000
+"""Blocks that are looked at to improve a choice, about half a second."""
+
+
+def _improved(profile: Profile, choice: Choice, budget: int) -> Choice:
+    """The choice, changed one block at a time as long as that makes it better."""
+
+    def badness(prediction: Prediction) -> tuple[int, float]:
+        return max(prediction.peak - budget, 0), prediction.seconds
+
+    paths = [path for path, _ in profile.order]
+    looks = 0
+    while looks < _LOOKS:
+        best = choice
+        for place in _edges(choice.options):
+            same = {i for i, path in enumerate(paths) if path == paths[place]}
+            for option in profile.options(place):
+                options = tuple(option if i in same else o for i, o in enumerate(choice.options))
+                prediction = simulate(profile, options)
+                looks += len(options)
+                if badness(prediction) < badness(best.prediction):
+                    best = Choice(options, prediction, choice.gap)
+        if best is choice:
+            return choice
+        choice = best
+    return choice
+
+
+def _edges(options: tuple[Option, ...]) -> list[int]:
+    """The places where a run of equal options begins or ends."""
+    last = len(options) - 1
+    return [
+        i
+        for i in range(len(options))
+        if i in (0, last) or options[i - 1] != options[i] or options[i + 1] != options[i]
+    ]
 
 
 def _choose_counts(profile: Profile, budget: int) -> Choice | None:
@@ -75,10 +165,10 @@ def _choose_counts(profile: Profile, budget: int) -> Choice | None:
         held = [(i, menu[i].bytes_held / _MIB) for i in range(k + 1)]
         peaks = option.backward_peak, option.forward_peak - option.bytes_held
         for peak in peaks:
-            rows.add([*held, (many + k, peak / _MIB), (flying, 2.0)], -np.inf, room)
+            rows.add([*held, (many + k, peak / _MIB), (flying, 1.0)], -np.inf, room)
         rows.add([(flying, 1.0), (many + k, -option.bytes_moved / _MIB)], 0, np.inf)
     held = [(i, option.bytes_held / _MIB) for i, option in enumerate(menu)]
-    rows.add([*held, (flying, 2.0)], -np.inf, room - profile.rest_peak / _MIB)
+    rows.add([*held, (flying, 1.0)], -np.inf, room - profile.rest_peak / _MIB)
     for wait, name in ((out, "forward_seconds"), (into, "backward_seconds")):
         spare = [
             (k, getattr(option, name) - option.bytes_moved / (profile.bytes_per_second or 1.0))
@@ -95,7 +185,7 @@ def _choose_counts(profile: Profile, budget: int) -> Choice | None:
         constraints=LinearConstraint(rows.matrix(columns).tocsr(), rows.lower, rows.upper),
         integrality=np.concatenate([np.ones(2 * many), np.zeros(3)]),
         bounds=Bounds(0, limits),
-        options={"time_limit": _SECONDS, "mip_rel_gap": 1e-6},
+        options=_WITH_A_LINK if _moves(profile) else {"time_limit": _SECONDS, "mip_rel_gap": 1e-6},
     )
     if result.x is None:
         return None
@@ -135,12 +225,12 @@ def _choose_each(profile: Profile, budget: int) -> Choice | None:
         sums = [(column(i, k), option.bytes_held / _MIB) for k, option in enumerate(menu)]
         rows.add([*before, *sums, (held + i, -1.0)], 0, 0)
         peaks = [(column(i, k), option.forward_peak / _MIB) for k, option in enumerate(menu)]
-        rows.add([*before, *peaks, (flying, 2.0)], -np.inf, room)
+        rows.add([*before, *peaks, (flying, 1.0)], -np.inf, room)
         peaks = [(column(i, k), option.backward_peak / _MIB) for k, option in enumerate(menu)]
-        rows.add([(held + i, 1.0), *peaks, (flying, 2.0)], -np.inf, room)
+        rows.add([(held + i, 1.0), *peaks, (flying, 1.0)], -np.inf, room)
         moves = [(column(i, k), option.bytes_moved / _MIB) for k, option in enumerate(menu)]
         rows.add([*((c, -v) for c, v in moves), (flying, 1.0)], 0, np.inf)
-    rows.add([(held + count - 1, 1.0), (flying, 2.0)], -np.inf, room - profile.rest_peak / _MIB)
+    rows.add([(held + count - 1, 1.0), (flying, 1.0)], -np.inf, room - profile.rest_peak / _MIB)
     _add_waits(rows, profile, menus, column, wait_out, wait_in)
     first: dict[str, int] = {}
     for i, (path, _) in enumerate(profile.order):  # a block that is called twice has one option
@@ -160,7 +250,7 @@ def _choose_each(profile: Profile, budget: int) -> Choice | None:
         constraints=LinearConstraint(rows.matrix(columns).tocsr(), rows.lower, rows.upper),
         integrality=np.concatenate([np.ones(binaries), np.zeros(columns - binaries)]),
         bounds=Bounds(0, np.concatenate([np.ones(binaries), np.full(columns - binaries, np.inf)])),
-        options={"time_limit": _SECONDS, "mip_rel_gap": 1e-5},
+        options=_WITH_A_LINK if _moves(profile) else {"time_limit": _SECONDS, "mip_rel_gap": 1e-5},
     )
     if result.x is None:
         return None
@@ -182,19 +272,31 @@ def _add_waits(rows: _Rows, profile: Profile, menus, column, out: int, into: int
 
 
 def smallest(profile: Profile) -> Choice:
-    """The choice with the lowest peak, by bisection over budgets."""
-    largest = [max(profile.options(i), key=_bytes_held) for i in range(len(profile.order))]
-    low, high = 0, max(simulate(profile, largest).peak, 1)
-    best = choose(profile, high) or choose(profile, 4 * high)
+    """The choice with the lowest peak: by bisection over budgets, then step by step."""
+    still = without_offload(profile)
+    largest = [max(still.options(i), key=_bytes_held) for i in range(len(still.order))]
+    low, high = 0, max(simulate(still, largest).peak, 1)
+    best = _solved(still, high) or _solved(still, 4 * high)
     assert best is not None, "four times the plain peak is enough for anything"
     while high - low > max(high // 500, 1):
         middle = (low + high) // 2
-        found = choose(profile, middle)
+        found = _solved(still, middle)
         if found is None:
             low = middle
         else:
             best, high = found, min(middle, found.prediction.peak)
-    return best
+    if not _moves(profile):
+        return best
+    starts = best, _least_held(profile)
+    return min((_improved(profile, start, 0) for start in starts), key=_peak)
+
+
+def _moves(profile: Profile) -> bool:
+    return any(option.bytes_moved for block in profile.blocks for option in block.options)
+
+
+def _peak(choice: Choice) -> int:
+    return choice.prediction.peak
 
 
 def _bytes_held(option: Option) -> int:

@@ -52,11 +52,13 @@ def choose(
     order: Sequence[int],
     quota: float | None,
     link: Link | None,
+    hurries: bool = True,
 ) -> Choice:
     """Which of the activations go, given the order in which backward uses them.
 
     `quota` is a number of bytes, a share, or None: as much as is free. Without times or `link`
-    that is not known yet, and everything goes that may.
+    that is not known yet, and everything goes that may. What a quota sends `hurries`, so that
+    little of it is on the way at a time, or else all of it goes, and has the time it takes.
 
     >>> entries = [Entry(8, saved_at=float(i), used_at=16.0 - 2 * i) for i in range(6)]
     >>> choice = choose(entries, [5, 4, 3, 2, 1, 0], None, Link(out=4.0, back=4.0))
@@ -64,7 +66,7 @@ def choose(
     ([0, 1], 32)
     """
     sizes = [entry.nbytes for entry in entries]
-    first = _wanted_first(sizes, order)
+    first = _wanted_first(sizes, order) if hurries else set()
     able = [i for i, entry in enumerate(entries) if not entry.stays and i not in first]
     if quota is not None:
         movable = sum(entry.nbytes for entry in entries if not entry.stays)
@@ -79,6 +81,9 @@ def choose(
     link = Link(_MARGIN * link.out, _MARGIN * (link.back or link.out))
     if quota is None:
         moved, ceiling = _free(entries, able, order, turn, link)
+    elif not hurries:
+        gone = _out_in_time(entries, able, float("inf"), link.out)
+        ceiling = _ceiling(sizes, moved, _peak(entries, gone))
     return Choice(moved, ceiling, _fetch_in_time(entries, order, moved, link))
 
 

@@ -146,7 +146,7 @@ class Offload:
             **asdict(self.options),
             "quota": "auto" if self.options.quota is None else self.options.quota,
         }
-        del values["is_share"]
+        del values["is_share"], values["hurries"]
         given = ", ".join(f"{name}={value!r}" for name, value in values.items())
         return f"rekindle.offload({given})"
 

@@ -37,6 +37,7 @@ class History:
     sizes: tuple[int, ...]
     derived: frozenset[Derivable]
     """Which of the activations that could be made from others gave the same bits."""
+    hurries: bool = True
 
     @property
     def moved_bytes(self) -> int:
@@ -55,7 +56,7 @@ class History:
         if all(self.entries[i].stays for i in stays):
             return self
         entries = [replace(e, stays=e.stays or i in stays) for i, e in enumerate(self.entries)]
-        known = self.order, self.quota, self.link, self.is_settled, self.derived
+        known = self.order, self.quota, self.link, self.is_settled, self.derived, self.hurries
         return replace(history_of(entries, *known), is_checked=self.is_checked)
 
 
@@ -66,6 +67,7 @@ def history_of(
     link: Link | None,
     is_settled: bool,
     derived: Iterable[Derivable] = (),
+    hurries: bool = True,
 ) -> History:
     """What is known of a step, with the choice that follows from it."""
     return History(
@@ -75,9 +77,10 @@ def history_of(
         link,
         is_settled,
         False,
-        choose(entries, order, quota, link),
+        choose(entries, order, quota, link, hurries),
         tuple(entry.nbytes for entry in entries),
         frozenset(derived),
+        hurries,
     )
 
 
@@ -139,19 +142,28 @@ class Diary:
 
 
 def first_seen(
-    sizes: Sequence[int], diary: Diary, quota: float | None, derived: Iterable[Derivable] = ()
+    sizes: Sequence[int],
+    diary: Diary,
+    quota: float | None,
+    derived: Iterable[Derivable] = (),
+    hurries: bool = True,
 ) -> History:
     """What is known of a step after the first time: its order, and what can be made again."""
-    return history_of(diary.entries(sizes, []), diary.uses, quota, None, False, derived)
+    entries = diary.entries(sizes, [])
+    return history_of(entries, diary.uses, quota, None, False, derived, hurries)
 
 
 def seen_again(known: History, diary: Diary, quota: float | None, tier: Tier) -> History:
     """What is known after a step was measured: its times too."""
     diary.stays.update(i for i, entry in enumerate(known.entries) if entry.stays)
-    return replace(measured(known.sizes, diary, quota, tier), derived=known.derived)
+    found = measured(known.sizes, diary, quota, tier, known.hurries)
+    return replace(found, derived=known.derived)
 
 
-def measured(sizes: Sequence[int], diary: Diary, quota: float | None, tier: Tier) -> History:
+def measured(
+    sizes: Sequence[int], diary: Diary, quota: float | None, tier: Tier, hurries: bool = True
+) -> History:
     """What a measured step tells."""
     entries = diary.entries(sizes, diary.times(tier))
-    return history_of(entries, diary.uses, quota, Link(*tier.rates()), is_settled=True)
+    link = Link(*tier.rates())
+    return history_of(entries, diary.uses, quota, link, is_settled=True, hurries=hurries)

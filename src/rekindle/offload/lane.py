@@ -47,7 +47,7 @@ class Lane:
         self._step: Step | None = None
         self._past: list[Step] = []
         """Steps whose backward has begun and whose activations are not all dead."""
-        self._lessons = Lessons(options.quota, tier)
+        self._lessons = Lessons(options.quota, tier, options.hurries)
         self._leaving = Departures(tier, options, self._waiting)
         self._backwards: dict[int, _Backward] = {}
 

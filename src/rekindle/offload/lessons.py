@@ -20,8 +20,9 @@ _HARDLY = 0.02
 class Lessons:
     """Told of steps that are over; says what the next one is taken for."""
 
-    def __init__(self, quota: float | None, tier: "Tier") -> None:
+    def __init__(self, quota: float | None, tier: "Tier", hurries: bool = True) -> None:
         self._quota = quota
+        self._hurries = hurries
         self._tier = tier
         self.known: list[History] = []
         """The last one first."""
@@ -54,7 +55,7 @@ class Lessons:
     def _first(self, step: Step) -> History:
         if step.is_measured and self._quota is None:
             self._share = measured(step.sizes, step.diary, None, self._tier).share
-        return first_seen(step.sizes, step.diary, self._quota, step.were_derived)
+        return first_seen(step.sizes, step.diary, self._quota, step.were_derived, self._hurries)
 
     def _again(self, known: History, step: Step) -> History:
         if known.is_checked:

@@ -26,6 +26,9 @@ class Options:
     derive: bool
     is_share: bool = False
     """Whether the quota is a share: 1 byte is not everything, though 1 equals 1.0."""
+    hurries: bool = True
+    """Whether the device waits for copies so that little is on the way; else they take their time,
+    as long as the forward lasts."""
 
 
 def options_of(

@@ -28,7 +28,7 @@ class Book:
         """The value of each tensor that lives, by the tensor's id, with its address."""
         self._held: dict[int, list[tuple[ref[Value], ref[Tensor]]]] = {}
         """Values that are held, by storage: copied before the storage changes."""
-        self.fresh: list[tuple[Tensor, Value, Any, Hooks | None]] = []
+        self.fresh: list[tuple[Tensor, Value, Any, Hooks | None, bool]] = []
         """What the last op made and is to be held: autograd has not marked it yet."""
         self._later: list[tuple[Tensor, ref[Value], Any, Hooks]] = []
         """What a tier is to hold: handed to it at the end, when it is known who needs it."""
@@ -91,9 +91,16 @@ class Book:
         value.hold(Held(tensor, maker, None if is_leaf else self._hooks))
         self._enter_held(tensor, value)
 
-    def hold_soon(self, tensor: Tensor, value: Value, maker: Any, hooks: Hooks | None) -> None:
-        """Hold a tensor that an op has just made."""
-        self.fresh.append((tensor, value, maker, hooks))
+    def hold_soon(
+        self,
+        tensor: Tensor,
+        value: Value,
+        maker: Any,
+        hooks: Hooks | None,
+        at_once: bool = False,
+    ) -> None:
+        """Hold a tensor that an op has just made; `at_once`, whether or not it will be needed."""
+        self.fresh.append((tensor, value, maker, hooks, at_once))
         self._enter_held(tensor, value)
 
     def _enter_held(self, tensor: Tensor, value: Value) -> None:
@@ -106,15 +113,16 @@ class Book:
     def settle(self) -> None:
         """Hand what the last op made to whoever holds it: by now autograd has marked it."""
         fresh, self.fresh = self.fresh, []
-        for tensor, value, maker, hooks in fresh:
-            if hooks is None or hooks is self._hooks:  # around it, perhaps a region that counts
+        for tensor, value, maker, hooks, at_once in fresh:
+            # The hooks around it are perhaps those of a region that counts.
+            if hooks is None or hooks is self._hooks or at_once:
                 value.hold(Held(tensor, maker, hooks))
             else:
                 self._later.append((tensor, ref(value), maker, hooks))
 
     def is_to_be_held(self, value: Value) -> bool:
         """Whether a value's fate is decided, though it is not held yet."""
-        return any(value is fresh for _, fresh, _, _ in self.fresh) or any(
+        return any(value is fresh for _, fresh, *_ in self.fresh) or any(
             value is weak() for _, weak, _, _ in self._later
         )
 

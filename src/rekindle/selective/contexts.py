@@ -81,7 +81,7 @@ class _InTorchsWords:
             tags.offload([tensor], fate)
 
 
-_AWAY = (Fate.OFFLOAD, Fate.OFFLOAD_FREELY, Fate.SPILL)
+_AWAY = (Fate.OFFLOAD, Fate.OFFLOAD_FREELY, Fate.OFFLOAD_AS_PLANNED, Fate.SPILL)
 """Fates that take results elsewhere."""
 
 

@@ -14,6 +14,8 @@ class Fate(Enum):
     OFFLOAD = "offload"
     """To host memory, all of it, whether or not the device has to wait for it."""
     OFFLOAD_FREELY = "offload as much as costs no time"
+    OFFLOAD_AS_PLANNED = "offload as planned"
+    """All of it, as soon as it is made; it was reckoned that there is time for it."""
     SPILL = "spill"
     """To disk."""
 
@@ -38,6 +40,7 @@ FOR_TORCH = {
     Fate.RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
     Fate.OFFLOAD: CheckpointPolicy.MUST_CPU_OFFLOAD,
     Fate.OFFLOAD_FREELY: CheckpointPolicy.PREFER_CPU_OFFLOAD,
+    Fate.OFFLOAD_AS_PLANNED: CheckpointPolicy.MUST_CPU_OFFLOAD,
     Fate.SPILL: CheckpointPolicy.MUST_CPU_OFFLOAD,
 }
 """In torch's words, for its own engines; they know no disk."""

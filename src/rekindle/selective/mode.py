@@ -87,6 +87,7 @@ class RecordMode(TorchDispatchMode):
         self._hooks = hooks
         self.book = Book(hooks)
         self._ops = _remembered(policy)
+        self._by_number = policy.by_number
         self._counter = Counter(region)
         self._fake = entered_mode(FAKE)
         self._tracer = entered_mode(PROXY)
@@ -177,7 +178,11 @@ class RecordMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if _running.is_blind or self.is_inside_a_trace():
+        if (  # the latter two are `is_inside_a_trace`, without the call
+            _running.is_blind
+            or entered_mode(FAKE) is not self._fake
+            or entered_mode(PROXY) is not self._tracer
+        ):
             return func(*args, **(kwargs or {}))
         if self.book.fresh:
             _running.is_blind = True
@@ -214,7 +219,9 @@ class RecordMode(TorchDispatchMode):
         if book.just_saved:
             book.just_saved.clear()
         fate = op.fate
-        if fate is None or op.keeps_inputs:
+        if self._by_number is not None:
+            fate = self._by_number.get(self._counter.number, _RECOMPUTE)
+        elif fate is None or op.keeps_inputs:
             fate = self._ask(op, out, args, kwargs)
         tensors = (out,) if isinstance(out, Tensor) else tensors_of(out)
         if fate is Fate.KEEP and op.kind is not _VIEW:  # how it was made is of no interest
@@ -234,7 +241,8 @@ class RecordMode(TorchDispatchMode):
             value = Value(call)
             call.outs.append(ref(value))
             if fate is not _RECOMPUTE or (type(tensor) is not Tensor and tensor.is_nested):
-                book.hold_soon(tensor, value, op.func, self._hooks_of(fate))
+                at_once = fate is Fate.OFFLOAD_AS_PLANNED
+                book.hold_soon(tensor, value, op.func, self._hooks_of(fate), at_once)
             else:  # of a nested tensor that is made again, sizes would have other names
                 book.enter(tensor, value)
 
@@ -305,8 +313,12 @@ _ops_of: dict[Any, dict[int, _Op]] = {}
 """For each policy that looks at ops alone, what it has said of them so far."""
 
 
+_OPS: dict[int, _Op] = {}
+"""What is known of ops under all other policies."""
+
+
 def _remembered(policy: "Policy") -> dict[int, _Op]:
-    return _ops_of.setdefault(policy, {}) if policy.by_op_alone else {}
+    return _ops_of.setdefault(policy, {}) if policy.by_op_alone else _OPS
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

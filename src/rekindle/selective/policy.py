@@ -3,7 +3,7 @@
 `rekindle.policies` is the vocabulary that makes them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from types import CodeType
@@ -38,6 +38,9 @@ class Policy:
 
     def __reduce__(self) -> Any:
         return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)  # type: ignore[arg-type]
+
+    by_number: Mapping[int, Fate] | None = None
+    """If the number of an op in its region alone decides: the fates that are not `recompute`."""
 
     @property
     def by_op_alone(self) -> bool:

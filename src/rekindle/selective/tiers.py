@@ -1,6 +1,7 @@
 """The fates that send what is kept elsewhere, by the engine of `rekindle.offload`."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache, partial
 
 from torch import Tensor
@@ -18,7 +19,8 @@ def _options(fate: Fate) -> Options:
     if fate is Fate.OFFLOAD_FREELY:
         return options_of("host", "auto", "1MiB", None, None, "keep", derive=False)
     tier = "disk" if fate is Fate.SPILL else "host"
-    return options_of(tier, 1.0, 1, None, None, "keep", derive=False)  # type: ignore[arg-type]
+    options = options_of(tier, 1.0, 1, None, None, "keep", derive=False)  # type: ignore[arg-type]
+    return replace(options, hurries=fate is not Fate.OFFLOAD_AS_PLANNED)
 
 
 def _engine(fate: Fate) -> Engine:

@@ -1,0 +1,100 @@
+"""Plans that offload: the menu's options, and on a GPU whether a step goes as the plan says."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import rekindle
+from benchmarks.decoder import Decoder, Shape
+from rekindle.budget.execute import Numbered, what_of
+from rekindle.budget.graph import Graph, Op, Value
+from rekindle.budget.profiling import offloading
+from rekindle.budget.values import Option
+from rekindle.selective.fates import Fate
+
+pytest.importorskip("scipy")
+
+GRAPH = Graph(
+    ops=tuple(Op(number, f"op {number}", 0.0, (), (i,)) for i, number in enumerate((2, 5, 7, 9))),
+    values=(Value(10, 0), Value(40, 1), Value(20, 2), Value(80, 3, changes=True)),
+    saved=frozenset({0, 1, 2, 3}),
+)
+KEPT = Option("select", (2, 5, 7, 9), (), 200, 0, 1.0, 2.0, 300, 50)
+
+
+def test_the_largest_results_are_sent_away_first() -> None:
+    one, two, three = offloading(KEPT, GRAPH)
+    assert (one.kept, one.offloaded, one.bytes_moved) == ((2, 7, 9), (5,), 40)
+    assert (two.kept, two.offloaded, two.bytes_moved) == ((2, 9), (5, 7), 60)
+    assert (three.kept, three.offloaded, three.bytes_moved) == ((9,), (2, 5, 7), 70)
+
+
+def test_what_is_moved_is_not_held_and_comes_on_top_in_backward() -> None:
+    for option in offloading(KEPT, GRAPH):
+        assert option.bytes_held == KEPT.bytes_held - option.bytes_moved
+        assert option.backward_peak == KEPT.backward_peak + option.bytes_moved
+        assert (option.seconds, option.forward_peak) == (KEPT.seconds, KEPT.forward_peak)
+
+
+def test_what_backward_does_not_need_is_not_moved() -> None:
+    graph = replace(GRAPH, saved=frozenset({0}))
+    (only,) = offloading(KEPT, graph)
+    assert only.offloaded == (2,)
+
+
+def test_of_many_results_the_largest_are_tried_one_by_one_and_then_all() -> None:
+    ops = tuple(Op(i, "", 0.0, (), (i,)) for i in range(20))
+    graph = Graph(ops, tuple(Value(100 - i, i) for i in range(20)), frozenset(range(20)))
+    found = offloading(replace(KEPT, kept=tuple(range(20))), graph)
+    assert [len(option.offloaded) for option in found] == [1, 2, 3, 4, 5, 6, 20]
+
+
+def test_an_option_is_carried_out_by_the_numbers_of_its_ops() -> None:
+    policy = what_of(replace(KEPT, kept=(2,), offloaded=(5,)))
+    assert isinstance(policy, Numbered)
+    assert policy.by_number == {2: Fate.KEEP, 5: Fate.OFFLOAD_AS_PLANNED}
+
+
+@pytest.fixture
+def decoder(deterministic: None) -> Decoder:
+    shape = Shape("gpu", dim=1024, ffn=4096, heads=8, kv_heads=4, layers=6, batch=2, tokens=2048)
+    return Decoder(shape, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", ["70%", "50%", "35%", "20%"])
+def test_on_a_gpu_a_step_goes_as_planned(share: str, decoder: Decoder) -> None:
+    x = decoder.shape.hidden_states(device="cuda").requires_grad_()
+
+    def step() -> list[torch.Tensor]:
+        decoder.zero_grad(set_to_none=False)
+        decoder(x).sum().backward()
+        return [p.grad.clone() for p in decoder.parameters() if p.grad is not None]
+
+    step()
+    expected = step()
+    profile = rekindle.profile(decoder, lambda: decoder(x).sum())
+    plan = rekindle.solve(profile, share)
+    rekindle.apply(decoder, plan)
+    for _ in range(5):
+        step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with rekindle.observe() as seen:
+        decoder(x).sum().backward()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    predicted = plan.predicted_peak - profile.static_bytes
+    assert peak <= 1.05 * predicted
+    assert seen.offload.bytes_out == sum(option.bytes_moved for _, _, option in plan.blocks)
+    assert all(map(torch.equal, step(), expected))
