@@ -217,8 +217,8 @@ CASES: dict[str, Case] = {
     )
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-_ROUGH = ("stack", "half_frozen", "two_kinds", "large_embedding")
-"""Where what is outside the blocks in backward, or which of them learn, is not predicted yet."""
+_ROUGH = ("stack", "half_frozen")
+"""Taken for more than it is: what a frozen block holds, and the gradient that a sum begins with."""
 CLOSE = {name: case for name, case in CASES.items() if name not in _ROUGH}
 every_close_case = pytest.mark.parametrize("case", CLOSE.values(), ids=CLOSE)
 
@@ -251,7 +251,7 @@ def test_a_predicted_peak_is_within_5_percent_of_the_measured_one(case: Case) ->
     assert [p for p in found if not 0.95 <= p[1] / p[2] <= 1.05] == []
 
 
-@every_close_case
+@every_case
 def test_a_measured_peak_is_never_above_the_predicted_one(case: Case) -> None:
     found = peaks(*case())
     assert [p for p in found if p[2] > p[1]] == []

@@ -5,9 +5,10 @@ what the rest of the step takes. Then each distinct block is run alone, forward 
 every option that is worth having: bytes and times are those of the real thing.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,9 +36,11 @@ class _Seen:
     """What each block was given, the first time."""
     around: dict[str, ambient.Ambient] = field(default_factory=dict)
     """What was around it, such as autocast."""
+    between: list[int] = field(default_factory=list)
     before: int = 0
-    after_blocks: int = 0
     rest_peak: int = 0
+    first_peak: int = 0
+    last_peak: int = 0
 
 
 class Step:
@@ -114,6 +117,9 @@ def measure(model: nn.Module, batch: Any, optimizer: Any = None) -> Profile:
         bytes_per_second=_bandwidth(device),
         blocks=tuple(profiles),
         order=tuple(order),
+        first_peak=seen.first_peak,
+        last_peak=seen.last_peak,
+        between=tuple(seen.between),
     )
 
 
@@ -148,51 +154,74 @@ def untouched(model: nn.Module) -> Iterator[None]:
 def _outline(step: Step, blocks: dict[str, nn.Module], device: torch.device) -> tuple[_Seen, float]:
     """A step with every block recomputed: what its blocks are given, and what is around them."""
     apply(step.model, dict.fromkeys(blocks, "recompute"))
-    seen = _Seen()
     known = [*step.model.parameters(), *step.model.buffers()]
     known += [p.grad for p in step.model.parameters() if p.grad is not None]
     known += [t for t in tree_leaves(step.batch) if isinstance(t, Tensor)]
-    with metered(device, known) as meter, _watched(blocks, seen, meter):
-        step()
+    with metered(device, known) as meter:
+        watch = _Watch(blocks, meter)
+        with watch.entered():
+            step()
     seconds = timed(step, device)
     remove(step.model)
-    return seen, seconds
+    return watch.seen, seconds
 
 
-@contextmanager
-def _watched(blocks: dict[str, nn.Module], seen: _Seen, meter: Meter) -> Iterator[None]:
+class _Watch:
     """Notes, while a step runs, how its blocks are called and what memory is around them."""
-    turned = False
 
-    def before(path: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not seen.order:
-                seen.before = meter.now()
-            if not turned:
-                seen.order.append(path)
-                seen.calls.setdefault(path, (args, kwargs))
-                seen.around.setdefault(path, ambient.take())
+    def __init__(self, blocks: dict[str, nn.Module], meter: Meter) -> None:
+        self.seen = _Seen()
+        self._blocks = blocks
+        self._meter = meter
+        self._after_block = 0
+        self._has_turned = self._has_ended = False
 
-        return hook
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for path, block in self._blocks.items():
+                before = partial(self._before, path)
+                hooks = (
+                    block.register_forward_pre_hook(before, with_kwargs=True),
+                    block.register_forward_hook(self._after),
+                )
+                for hook in hooks:
+                    stack.callback(hook.remove)
+            yield
+        if self._has_ended:
+            self.seen.last_peak = self._meter.peak()
 
-    def after(_module: nn.Module, _args: Any, out: Any) -> None:
+    def _before(self, path: str, _block: nn.Module, args: Any, kwargs: Any) -> None:
+        seen, meter = self.seen, self._meter
+        if self._has_turned:
+            return
+        if seen.order:
+            seen.between.append(max(meter.now() - self._after_block, 0))
+        else:
+            seen.before, seen.first_peak = meter.now(), meter.peak()
+            seen.between.append(0)
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                    leaf.register_hook(self._end)
+        seen.order.append(path)
+        seen.calls.setdefault(path, (args, kwargs))
+        seen.around.setdefault(path, ambient.take())
+
+    def _after(self, _block: nn.Module, _args: Any, out: Any) -> None:
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(turn)
-        seen.after_blocks = meter.now()
-        meter.reset()
+                leaf.register_hook(self._turn)
+        self._after_block = self._meter.now()
+        self._meter.reset()
 
-    def turn(_grad: Tensor) -> None:
-        nonlocal turned
-        if not turned:
-            turned = True
-            seen.rest_peak = meter.peak() - seen.after_blocks
+    def _turn(self, _grad: Tensor) -> None:
+        if not self._has_turned:
+            self._has_turned = True
+            self.seen.rest_peak = self._meter.peak() - self._after_block
 
-    with ExitStack() as stack:
-        for path, block in blocks.items():
-            stack.callback(block.register_forward_pre_hook(before(path), with_kwargs=True).remove)
-            stack.callback(block.register_forward_hook(after).remove)
-        yield
+    def _end(self, _grad: Tensor) -> None:
+        self._has_ended = True
+        self._meter.reset()
 
 
 def _profiles(

@@ -10,21 +10,27 @@ def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
     """What happens if each block runs by its option, in the order of the forward."""
     base = profile.static_bytes + profile.before_bytes
     blocks = [(path, option) for (path, _), option in zip(profile.order, options, strict=True)]
-    points: list[tuple[int, str]] = []
+    before = profile.before_bytes
+    points = [(profile.first_peak - before, "the forward before the blocks")]
     link = _Link(profile.bytes_per_second)
     held = 0
-    for path, option in blocks:
+    between = profile.between or (0,) * len(blocks)
+    for (path, option), made in zip(blocks, between, strict=True):
+        held += made
         points.append((held + option.forward_peak + link.leaving(), f"the forward of {path}"))
         held += option.bytes_held
         link.send(option.bytes_moved, option.forward_seconds)
     points.append((held + profile.rest_peak + link.leaving(), "the head and the loss"))
     link.turn(profile.rest_seconds)
     fetched = _fetched(blocks)
-    for (path, option), ahead in zip(reversed(blocks), fetched, strict=True):
+    for (path, option), ahead, made in zip(
+        reversed(blocks), fetched, reversed(between), strict=True
+    ):
         points.append((held + option.backward_peak + ahead, f"the backward of {path}"))
-        held -= option.bytes_held
+        held -= option.bytes_held + made
         link.fetch(option.bytes_moved, option.backward_seconds)
-    highest, where = max(points, default=(0, "the start"))
+    points.append((profile.last_peak - before, "the backward after the blocks"))
+    highest, where = max(points)
     return Prediction(base + highest, profile.rest_seconds + link.seconds, where)
 
 

@@ -155,7 +155,7 @@ def _choose_counts(profile: Profile, budget: int) -> Choice | None:
     """
     menu = sorted(profile.blocks[0].options, key=_backward_peak, reverse=True)
     count, many = len(profile.order), len(menu)
-    room = (budget - profile.static_bytes - profile.before_bytes) / _MIB
+    room = _room(profile, budget)
     # How many, whether any, then the largest move and two waits.
     flying, out, into, columns = 2 * many, 2 * many + 1, 2 * many + 2, 2 * many + 3
     rows = _Rows()
@@ -193,6 +193,12 @@ def _choose_counts(profile: Profile, budget: int) -> Choice | None:
     return Choice(options, simulate(profile, options), float(result.mip_gap or 0.0))
 
 
+def _room(profile: Profile, budget: int) -> float:
+    """What is left for the blocks, in MiB; all that is made between them counts as there."""
+    taken = profile.static_bytes + profile.before_bytes + sum(profile.between)
+    return (budget - taken) / _MIB
+
+
 def _scale(options: list[Option]) -> float:
     """So that HiGHS, which takes a millionth for nothing, sees differences of microseconds."""
     seconds = [option.seconds for option in options if option.seconds > 0]
@@ -206,7 +212,7 @@ def _backward_peak(option: Option) -> tuple[int, int]:
 def _choose_each(profile: Profile, budget: int) -> Choice | None:
     """The choice where blocks differ: an option for each place."""
     menus = [profile.options(position) for position in range(len(profile.order))]
-    room = (budget - profile.static_bytes - profile.before_bytes) / _MIB
+    room = _room(profile, budget)
     starts = np.cumsum([0, *(len(menu) for menu in menus)])
     binaries = int(starts[-1])
     count = len(menus)

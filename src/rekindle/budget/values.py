@@ -71,6 +71,12 @@ class Profile:
     blocks: tuple[BlockProfile, ...]
     order: tuple[tuple[str, int], ...]
     """The blocks as the forward runs them: path, and index into `blocks`."""
+    first_peak: int = 0
+    """The most that the forward has before the first block."""
+    last_peak: int = 0
+    """The most that the backward has after the first block's, such as an embedding's gradient."""
+    between: tuple[int, ...] = ()
+    """What the forward has made since the block before, at each place; none if there is nothing."""
 
     def options(self, position: int) -> tuple[Option, ...]:
         """The menu at one place of the forward."""
