@@ -16,9 +16,9 @@ from rekindle.budget.simulate import simulate
 from rekindle.budget.values import Option, Prediction, Profile
 
 _MIB = 2**20
-_SECONDS = 5.0
-_WITH_A_LINK = {"time_limit": 1.0, "mip_rel_gap": 1e-3}
-"""There the answer is improved afterwards anyway."""
+_EXACTLY = {"time_limit": 2.0, "mip_rel_gap": 5e-4}
+_ROUGHLY = {"time_limit": 0.5, "mip_rel_gap": 2e-3}
+"""Where there is a link: there the answer is improved afterwards anyway."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,11 @@ def choose(profile: Profile, budget: int) -> Choice | None:
     Where nothing moves, that is what the solver says. To it, what is on the way is as much as the
     most that any block moves; where that is not so, the choice is improved step by step.
     """
-    still = _solved(without_offload(profile), budget)
+    effort = _ROUGHLY if _moves(profile) else _EXACTLY
+    still = _solved(without_offload(profile), budget, effort)
     if not _moves(profile):
         return still
-    moving = _solved(profile, budget)
+    moving = _solved(profile, budget, effort)
     starts = [choice for choice in (still, moving) if choice is not None]
     starts += [_spread(profile, choice) for choice in starts[-1:]]
     if not starts:
@@ -78,11 +79,11 @@ def without_offload(profile: Profile) -> Profile:
     return replace(profile, blocks=tuple(blocks))
 
 
-def _solved(profile: Profile, budget: int) -> Choice | None:
+def _solved(profile: Profile, budget: int, effort: dict[str, float]) -> Choice | None:
     paths = [path for path, _ in profile.order]
     if len(profile.blocks) == 1 and len(set(paths)) == len(paths):
-        return _choose_counts(profile, budget)
-    return _choose_each(profile, budget)
+        return _choose_counts(profile, budget, {**effort, "mip_rel_gap": 1e-6})
+    return _choose_each(profile, budget, effort)
 
 
 def _seconds(choice: Choice) -> float:
@@ -146,7 +147,7 @@ def _edges(options: tuple[Option, ...]) -> list[int]:
     ]
 
 
-def _choose_counts(profile: Profile, budget: int) -> Choice | None:
+def _choose_counts(profile: Profile, budget: int, effort: dict[str, float]) -> Choice | None:
     """The choice where all blocks are alike: how many of them run by which option.
 
     Where they run follows: those whose backward needs more come first in the forward, and so last
@@ -185,7 +186,7 @@ def _choose_counts(profile: Profile, budget: int) -> Choice | None:
         constraints=LinearConstraint(rows.matrix(columns).tocsr(), rows.lower, rows.upper),
         integrality=np.concatenate([np.ones(2 * many), np.zeros(3)]),
         bounds=Bounds(0, limits),
-        options=_WITH_A_LINK if _moves(profile) else {"time_limit": _SECONDS, "mip_rel_gap": 1e-6},
+        options=effort,
     )
     if result.x is None:
         return None
@@ -209,7 +210,7 @@ def _backward_peak(option: Option) -> tuple[int, int]:
     return option.backward_peak, option.bytes_moved
 
 
-def _choose_each(profile: Profile, budget: int) -> Choice | None:
+def _choose_each(profile: Profile, budget: int, effort: dict[str, float]) -> Choice | None:
     """The choice where blocks differ: an option for each place."""
     menus = [profile.options(position) for position in range(len(profile.order))]
     room = _room(profile, budget)
@@ -256,7 +257,7 @@ def _choose_each(profile: Profile, budget: int) -> Choice | None:
         constraints=LinearConstraint(rows.matrix(columns).tocsr(), rows.lower, rows.upper),
         integrality=np.concatenate([np.ones(binaries), np.zeros(columns - binaries)]),
         bounds=Bounds(0, np.concatenate([np.ones(binaries), np.full(columns - binaries, np.inf)])),
-        options=_WITH_A_LINK if _moves(profile) else {"time_limit": _SECONDS, "mip_rel_gap": 1e-5},
+        options=effort,
     )
     if result.x is None:
         return None
@@ -282,11 +283,11 @@ def smallest(profile: Profile) -> Choice:
     still = without_offload(profile)
     largest = [max(still.options(i), key=_bytes_held) for i in range(len(still.order))]
     low, high = 0, max(simulate(still, largest).peak, 1)
-    best = _solved(still, high) or _solved(still, 4 * high)
+    best = _solved(still, high, _ROUGHLY) or _solved(still, 4 * high, _ROUGHLY)
     assert best is not None, "four times the plain peak is enough for anything"
     while high - low > max(high // 500, 1):
         middle = (low + high) // 2
-        found = _solved(still, middle)
+        found = _solved(still, middle, _ROUGHLY)
         if found is None:
             low = middle
         else:
