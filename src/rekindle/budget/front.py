@@ -16,7 +16,7 @@ from rekindle.budget.memory import metered
 from rekindle.budget.plan import Plan
 from rekindle.budget.simulate import simulate
 from rekindle.budget.timing import timed
-from rekindle.budget.values import Option, Prediction, Profile
+from rekindle.budget.values import Nearby, Option, Prediction, Profile
 from rekindle.errors import RekindleError
 from rekindle.modules.application import apply, remove
 from rekindle.sizes import format_bytes, parse_bytes
@@ -66,9 +66,12 @@ def solve(profile: Profile, budget: int | str) -> Plan:
     if not isinstance(profile, Profile):
         raise TypeError(f"solve() takes a profile, but got {type(profile).__name__}")
     _need_scipy()
+    return _with_nearby(profile, _solved(profile, budget_bytes(profile, budget)))
+
+
+def _solved(profile: Profile, limit: int) -> Plan:
     from rekindle.budget import solving  # noqa: PLC0415
 
-    limit = budget_bytes(profile, budget)
     choice = solving.choose(profile, limit)
     if choice is None:
         least = solving.smallest(profile)
@@ -79,6 +82,16 @@ def solve(profile: Profile, budget: int | str) -> Plan:
             f"state and the batch; the peak is in {least.prediction.at}."
         )
     return _plan(profile, limit, choice.options, choice.prediction, choice.gap)
+
+
+def _with_nearby(profile: Profile, plan: Plan) -> Plan:
+    """A plan, with what less memory and more would change."""
+    from rekindle.budget.nearby import nearby  # noqa: PLC0415
+
+    options = tuple(option for _, _, option in plan.blocks)
+    now = Prediction(plan.predicted_peak, plan.predicted_time)
+    less, more = nearby(profile, plan.budget, options, now)
+    return replace(plan, less=less, more=more)
 
 
 def _plan(
@@ -159,10 +172,14 @@ def frontier(profile: Profile, points: int = 8) -> list[Point]:
     found: list[Point] = []
     for i in range(points):
         budget = highest - (highest - least) * i // max(points - 1, 1)
-        plan = solve(profile, max(budget, least))
+        plan = _solved(profile, max(budget, least))
         if not found or plan.predicted_peak < found[-1].peak:
             found.append(Point(plan.predicted_peak, plan.predicted_time, plan))
-    return found
+    near = [None, *(Nearby(point.peak, point.seconds) for point in found), None]
+    return [
+        replace(point, plan=replace(point.plan, more=more, less=less))
+        for point, more, less in zip(found, near, near[2:], strict=False)
+    ]
 
 
 def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = None) -> Plan:
@@ -193,11 +210,11 @@ def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = Non
     limit = budget_bytes(measured, budget)
     aim, peak = limit, 0
     for _ in range(_TRIES):
-        plan = solve(measured, aim)
+        plan = _solved(measured, aim)
         peak, seconds = try_out(model, batch, plan, measured)
         peak = highest(peak, next(model.parameters()).device)
-        plan = replace(plan, budget=limit).measured(peak, seconds)
         if peak <= limit:
+            plan = _for_budget(_with_nearby(measured, plan), limit).measured(peak, seconds)
             apply(model, plan)
             return plan
         _log.info("the step peaks at %s: planning again", format_bytes(peak))
@@ -206,6 +223,14 @@ def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = Non
         f"Plans for {format_bytes(limit)} were measured at {format_bytes(peak)}, more than was "
         "predicted. Try a larger budget."
     )
+
+
+def _for_budget(plan: Plan, limit: int) -> Plan:
+    """A plan for the budget that was asked for, where less was aimed at."""
+    near = [
+        at and replace(at, budget=at.budget + limit - plan.budget) for at in (plan.less, plan.more)
+    ]
+    return replace(plan, budget=limit, less=near[0], more=near[1])
 
 
 def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tuple[int, float]:

@@ -18,6 +18,7 @@ from rekindle.budget.agreement import agreed
 from rekindle.budget.alone import Lone
 from rekindle.budget.graph import Graph
 from rekindle.budget.memory import Meter, bytes_of, metered
+from rekindle.budget.names import named
 from rekindle.budget.timing import RUNS, now, timed
 from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.modules.application import apply, remove
@@ -234,7 +235,7 @@ def _menu(block: nn.Module, call: tuple[Any, Any], device: torch.device) -> tupl
         options += [
             _offloaded(option, graph) for option in [whole, *options] if option.fate == "select"
         ]
-    return tuple(_undominated(options))
+    return tuple(named(option, graph) for option in _undominated(options))
 
 
 def _makers(graph: Graph) -> set[int]:
