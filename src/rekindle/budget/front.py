@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rekindle.budget import profiling
-from rekindle.budget.agreement import agreed, highest
+from rekindle.budget.agreement import agreed, highest, is_first
 from rekindle.budget.memory import metered
 from rekindle.budget.plan import Plan
+from rekindle.budget.progress import Progress, each, shown, tell
 from rekindle.budget.simulate import simulate
 from rekindle.budget.timing import timed
 from rekindle.budget.values import Nearby, Option, Prediction, Profile
@@ -31,7 +32,9 @@ class BudgetError(RekindleError):
     """No plan keeps a training step within the budget."""
 
 
-def profile(model: nn.Module, batch: Any, *, optimizer: Any = None) -> Profile:
+def profile(
+    model: nn.Module, batch: Any, *, optimizer: Any = None, progress: bool | None = None
+) -> Profile:
     """Measure a model's training step, block by block. The model ends as it was.
 
     Args:
@@ -39,6 +42,8 @@ def profile(model: nn.Module, batch: Any, *, optimizer: Any = None) -> Profile:
         batch: what the model is called with: a tensor, a tuple, a dict; or a function without
             arguments that runs a forward and returns the loss.
         optimizer: the optimizer, for the size of its state.
+        progress: whether to show how far it is, once it takes longer than two seconds: a bar on
+            stderr (with rich; else lines in the log). None: if stderr is a terminal.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"profile() takes a model, but got {type(model).__name__}")
@@ -52,7 +57,14 @@ def profile(model: nn.Module, batch: Any, *, optimizer: Any = None) -> Profile:
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer should be one, but got {type(optimizer).__name__}")
     _need_scipy()
-    return profiling.measure(model, batch, optimizer)
+    with shown(_progress(progress)):
+        return profiling.measure(model, batch, optimizer)
+
+
+def _progress(wanted: Any) -> Progress:
+    if wanted is not None and not isinstance(wanted, bool):
+        raise TypeError(f"progress should be a bool or None, but got {type(wanted).__name__}")
+    return Progress(wanted if is_first() else False)
 
 
 def solve(profile: Profile, budget: int | str) -> Plan:
@@ -161,16 +173,28 @@ class Point:
     plan: Plan
 
 
-def frontier(profile: Profile, points: int = 8) -> list[Point]:
-    """Plans from the plain peak down to the least that works: what less memory costs in time."""
+def frontier(profile: Profile, points: int = 8, *, progress: bool | None = None) -> list[Point]:
+    """Plans from the plain peak down to the least that works: what less memory costs in time.
+
+    Args:
+        profile: what `profile` measured.
+        points: how many to look for, at even distances in memory; those that are alike are one.
+        progress: as for `profile`.
+    """
     if not isinstance(points, int) or points < 1:
         raise ValueError(f"points should be a whole number from 1 on, but got {points!r}")
     _need_scipy()
+    with shown(_progress(progress)):
+        return _frontier(profile, points)
+
+
+def _frontier(profile: Profile, points: int) -> list[Point]:
     from rekindle.budget import solving  # noqa: PLC0415
 
+    tell("the least that works")
     highest, least = plain_prediction(profile).peak, solving.smallest(profile).prediction.peak
     found: list[Point] = []
-    for i in range(points):
+    for i in each(range(points), "point"):
         budget = highest - (highest - least) * i // max(points - 1, 1)
         plan = _solved(profile, max(budget, least))
         if not found or plan.predicted_peak < found[-1].peak:
@@ -182,7 +206,14 @@ def frontier(profile: Profile, points: int = 8) -> list[Point]:
     ]
 
 
-def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = None) -> Plan:
+def fit(
+    model: nn.Module,
+    batch: Any,
+    budget: int | str,
+    *,
+    optimizer: Any = None,
+    progress: bool | None = None,
+) -> Plan:
     """Make a training step of a model fit a budget, at the smallest cost in time, in place.
 
     Profiles, solves, applies, and runs a step to see: a plan that is over the budget is made anew
@@ -204,13 +235,21 @@ def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = Non
         batch: as for `profile`: the largest that training will see.
         budget: as for `solve`.
         optimizer: the optimizer, for the size of its state.
+        progress: as for `profile`.
     """
     _check_budget(budget)
+    with shown(_progress(progress)):
+        return _fit(model, batch, budget, optimizer)
+
+
+def _fit(model: nn.Module, batch: Any, budget: int | str, optimizer: Any) -> Plan:
     measured = agreed(profile(model, batch, optimizer=optimizer))
     limit = budget_bytes(measured, budget)
     aim, peak = limit, 0
     for _ in range(_TRIES):
+        tell("solve")
         plan = _solved(measured, aim)
+        tell("verify")
         peak, seconds = try_out(model, batch, plan, measured)
         peak = highest(peak, next(model.parameters()).device)
         if peak <= limit:
