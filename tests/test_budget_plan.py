@@ -11,6 +11,8 @@ from torch import nn
 
 import rekindle
 from rekindle.budget.execute import Numbered
+from rekindle.budget.graph import Graph, Op, Value
+from rekindle.budget.names import named
 from rekindle.budget.values import Nearby, Option
 from tests.toys import Block, Stack, gradients, same_bits
 
@@ -272,12 +274,22 @@ def test_a_plan_prints_where_no_plan_fits_and_where_more_is_no_faster() -> None:
         (Option("select", offloaded=(4,)), "offload 1 result, recompute the rest"),
         (
             Option("select", tuple(range(9)), kept_names=tuple("abcdefghb")),
-            "keep 9 results (b x2, a, c, d, 4 more), recompute the rest",
+            "keep 9 results (a, b x2, c, d, 4 more), recompute the rest",
         ),
     ],
 )
 def test_an_option_says_what_becomes_of_what(option: Option, words: str) -> None:
     assert option.describe() == words
+
+
+def test_ops_are_named_from_the_largest_result_to_the_smallest() -> None:
+    sizes = (10, 40, 20, 30)
+    names = ("aten::rsqrt", "aten::mm", "aten::_softmax", "aten::mm")
+    ops = tuple(Op(2 * i, name, 0.0, (), (i,)) for i, name in enumerate(names))
+    graph = Graph(ops, tuple(Value(size, i) for i, size in enumerate(sizes)), frozenset())
+    option = named(Option("select", (0, 2, 4), (6,)), graph)
+    assert option.kept_names == ("mm", "softmax", "rsqrt")
+    assert option.offloaded_names == ("mm",)
 
 
 def test_a_profile_names_the_ops_whose_results_its_options_keep() -> None:

@@ -8,9 +8,9 @@ from rekindle.budget.values import Option
 
 def named(option: Option, graph: Graph) -> Option:
     """An option, with words for the ops that it keeps and offloads."""
-    words = {op.number: word_of(op.name) for op in graph.ops}
+    ops = sorted(graph.ops, key=lambda op: -sum(graph.values[v].nbytes for v in op.outputs))
     kept, offloaded = (
-        tuple(words[number] for number in numbers if number in words)
+        tuple(word_of(op.name) for op in ops if op.number in numbers)
         for numbers in (option.kept, option.offloaded)
     )
     return replace(option, kept_names=kept, offloaded_names=offloaded)

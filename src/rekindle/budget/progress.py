@@ -73,7 +73,7 @@ class Progress:
             _log.info("%s", words)
             return
         if self._bar is None:
-            self._bar, self._task = _bar(self._stream)
+            self._bar, self._task = _bar(self._stream, words)
         total = None if share is None else 1.0
         self._bar.update(self._task, description=words, total=total, completed=share or 0.0)
         self._bar.refresh()
@@ -85,7 +85,7 @@ class Progress:
         return self._wanted is True or stream.isatty()
 
 
-def _bar(stream: TextIO | None) -> tuple[Any, Any]:
+def _bar(stream: TextIO | None, words: str) -> tuple[Any, Any]:
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
     from rich.progress import Progress as Bar  # noqa: PLC0415
@@ -100,7 +100,7 @@ def _bar(stream: TextIO | None) -> tuple[Any, Any]:
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    task = bar.add_task("", total=None)
+    task = bar.add_task(words, total=None)
     bar.start()
     return bar, task
 

@@ -25,7 +25,7 @@ class Option:
     backward_peak: int = 0
     """The most that the backward has on the device, above what was there before it."""
     kept_names: tuple[str, ...] = ()
-    """Words for the ops of `kept`, for people."""
+    """Words for the ops of `kept`, the largest result first: for people."""
     offloaded_names: tuple[str, ...] = ()
 
     @property
@@ -47,7 +47,7 @@ class Option:
 def _results(numbers: tuple[int, ...], names: tuple[str, ...]) -> str:
     """How many results, and of what: `3 results (mm x2, attention)`."""
     count = f"{len(numbers)} result{'s' if len(numbers) > 1 else ''}"
-    kinds = Counter(names).most_common()
+    kinds = list(Counter(names).items())
     told = [f"{name} x{many}" if many > 1 else name for name, many in kinds[:_KINDS]]
     if len(kinds) > _KINDS:
         told.append(f"{sum(many for _, many in kinds[_KINDS:])} more")
