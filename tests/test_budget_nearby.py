@@ -1,11 +1,13 @@
 """What a plan says of a little less memory and of a little more: against every choice there is."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 import rekindle
-from rekindle.budget import solving
+from rekindle.budget import front, solving
 from rekindle.budget.simulate import simulate
 from rekindle.budget.values import BlockProfile, Nearby, Option, Profile
 from tests.test_budget_solve import (
@@ -18,6 +20,7 @@ from tests.test_budget_solve import (
     of_one_kind_and_of_two,
     random_profile,
 )
+from tests.toys import Stack
 
 KEEP = Option("keep", bytes_held=100 * MIB, forward_seconds=1.0, backward_seconds=2.0)
 DROP = Option("recompute", bytes_held=0, forward_seconds=1.0, backward_seconds=3.0)
@@ -125,6 +128,31 @@ def test_the_plans_of_a_frontier_name_the_points_beside_them() -> None:
         last = i == len(points) - 1
         less = None if last else Nearby(points[i + 1].peak, points[i + 1].seconds)
         assert (point.plan.less, point.plan.more) == (less, more)
+
+
+def test_a_fit_that_had_to_aim_lower_tells_of_budgets_as_they_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = Stack(6, 16), torch.randn(512, 16, requires_grad=True)
+    profile, tried = rekindle.profile(model, x), []
+
+    def too_high_at_first(_model: Any, _batch: Any, plan: rekindle.Plan, _: Any) -> Any:
+        tried.append(plan)
+        return (limit + 1000 if len(tried) == 1 else limit), 0.1
+
+    monkeypatch.setattr(front, "profile", lambda *_, **__: profile)
+    monkeypatch.setattr(front, "try_out", too_high_at_first)
+    limit = front.budget_bytes(profile, "90%")
+    plan = rekindle.fit(model, x, limit)
+    aim = limit - 1000 - limit // 200
+    assert [each.budget for each in tried] == [limit, aim]
+    direct = rekindle.solve(profile, aim)
+    assert plan.less is not None
+    assert direct.less is not None
+    assert plan.less == replace(direct.less, budget=direct.less.budget + limit - aim)
+    assert plan.more is not None
+    assert direct.more is not None
+    assert plan.more == replace(direct.more, budget=direct.more.budget + limit - aim)
 
 
 def test_what_is_said_of_now_is_what_the_simulation_says() -> None:
