@@ -1,8 +1,9 @@
-"""Budgets against torch's own checkpointing, whole decoder: `scripts/bench budget --shape all`.
+"""Budgets against torch's own checkpointing, whole models: `scripts/bench budget --shape all`.
 
-Time and activation peak of a forward and backward, relative to plain eager in the same run: torch's
-full and selective checkpointing, and plans of ours for shares of the plain activation peak. What a
-plan predicted stands beside what was measured.
+A decoder in two shapes, and a Llama of transformers with its head and loss. Time and activation
+peak of a forward and backward, relative to plain eager in the same run: torch's full and selective
+checkpointing, and plans of ours for shares of the plain activation peak. What a plan predicted
+stands beside what was measured.
 """
 
 import time
@@ -15,9 +16,16 @@ import torch
 import rekindle
 from benchmarks.command import Result, main
 from benchmarks.decoder import Shape, plain
+from benchmarks.llama import LLAMA, TINY_LLAMA, LlamaShape, LlamaWorkload
 from benchmarks.measure import Timings, format_table, interleaved
 from benchmarks.recompute import by_block
-from benchmarks.strategies import TORCH_SELECTIVE, torch_full, torch_selective
+from benchmarks.strategies import (
+    TORCH_EVERY_SECOND,
+    TORCH_SELECTIVE,
+    torch_every_second,
+    torch_full,
+    torch_selective,
+)
 from benchmarks.workload import Comparison, Forward, Workload
 
 SHARES = (0.7, 0.5, 0.35, 0.2)
@@ -56,7 +64,7 @@ _LEARNING = 5
 
 
 def measure(shape: Shape, device: str, seconds: float) -> tuple[list[BudgetResult], float, float]:
-    work = Workload(shape, device)
+    work = (LlamaWorkload if isinstance(shape, LlamaShape) else Workload)(shape, device)
     comparison = Comparison(work)
     for leaf in work.leaves:
         assert leaf.grad is not None, "the workload made one"
@@ -83,6 +91,7 @@ def measure(shape: Shape, device: str, seconds: float) -> tuple[list[BudgetResul
         "plain": by_block(plain),
         "torch": by_block(torch_full),
         TORCH_SELECTIVE: by_block(torch_selective),
+        TORCH_EVERY_SECOND: by_block(torch_every_second),
     }
     share = seconds / (1 + len(plans))
     times = timed(work, theirs, share)
@@ -153,4 +162,4 @@ def measured(shape: Shape, device: str, seconds: float) -> tuple[str, list[Budge
 
 if __name__ == "__main__":
     about = "Budgets against torch's own checkpointing."
-    main("budget", about, measured, ["8b", "1b"], 12.0)
+    main("budget", about, measured, ["8b", "1b", "llama"], 12.0, {"llama": (LLAMA, TINY_LLAMA)})

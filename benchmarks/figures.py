@@ -78,13 +78,46 @@ def budget(results: dict[str, Any], only: Sequence[str] | None = None) -> str:
     shapes = list(dict.fromkeys(r["shape"] for r in results["results"]))
     names = only or list(dict.fromkeys(r["strategy"] for r in results["results"]))
     cells = {(r["strategy"], r["shape"]): r for r in results["results"]}
-    keys = ["time_ratio", "predicted_time_ratio", "peak_ratio", "predicted_peak_ratio"]
-    words = ["time", "predicted", "peak", "predicted"]
-    heads = ["budget (times plain)", *(f"{s} {word}" for s in shapes for word in words)]
-    rows = []
-    for name in names:
-        found = [cells.get((name, shape), {}).get(key) for shape in shapes for key in keys]
-        rows.append([name, *("" if value is None else f"{value:.2f}" for value in found)])
+    heads = [
+        "budget (times plain)",
+        *(f"{s} {what} (predicted)" for s in shapes for what in ("time", "peak")),
+    ]
+    rows = [
+        [
+            name,
+            *(
+                _with_predicted(cells.get((name, shape)), what)
+                for shape in shapes
+                for what in ("time_ratio", "peak_ratio")
+            ),
+        ]
+        for name in names
+    ]
+    return table(heads, rows)
+
+
+def _with_predicted(result: dict[str, Any] | None, what: str) -> str:
+    if result is None or result[what] is None:
+        return ""
+    predicted = result[f"predicted_{what}"]
+    return f"{result[what]:.2f}" + ("" if predicted is None else f" ({predicted:.2f})")
+
+
+def planning(results: dict[str, Any]) -> str:
+    """Seconds to profile and to solve, by the number of layers."""
+    shapes = list(dict.fromkeys(r["shape"] for r in results["results"]))
+    counts = list(dict.fromkeys(r["layers"] for r in results["results"]))
+    cells = {(r["layers"], r["shape"]): r for r in results["results"]}
+    keys = [("a step", "step_seconds", ".2f"), ("profile", "profile_seconds", ".1f")]
+    keys.append(("solve", "solve_seconds", ".2f"))
+    heads = ["layers (seconds)", *(f"{s} {word}" for s in shapes for word, _, _ in keys)]
+    rows = [
+        [
+            str(count),
+            *(format(cells[count, s][key], form) for s in shapes for _, key, form in keys),
+        ]
+        for count in counts
+    ]
     return table(heads, rows)
 
 
@@ -138,6 +171,12 @@ def pages() -> dict[Path, str]:
     planned = json.loads((RESULTS / "budget-h200.json").read_text())
     in_graphs = json.loads((RESULTS / "compiled-h200.json").read_text())
     fourth = "scripts/bench budget --shape all"
+    fifth = "scripts/bench planning --shape all"
+    counted = [
+        (json.loads(path.read_text()), command)
+        for name, command in (("h200", fifth), ("cpu", fifth.removesuffix(" --shape all")))
+        if (path := RESULTS / f"planning-{name}.json").exists()
+    ]
     first, second = "scripts/bench overhead", "scripts/bench recompute --shape all"
     third = "scripts/bench offload --shape all"
     short = ["torch", "torch reentrant", "rekindle"]
@@ -164,7 +203,13 @@ def pages() -> dict[Path, str]:
                 policies(held),
             ]
         ),
-        ROOT / "docs" / "budget.md": "\n\n".join([source(planned, fourth), budget(planned)]),
+        ROOT / "docs" / "budget.md": "\n\n".join(
+            [
+                source(planned, fourth),
+                budget(planned),
+                *(part for r, by in counted for part in (source(r, by), planning(r))),
+            ]
+        ),
         ROOT / "docs" / "compile.md": "\n\n".join(
             [source(in_graphs, "scripts/bench compiled --shape all"), compiled(in_graphs)]
         ),

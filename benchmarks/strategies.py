@@ -5,14 +5,16 @@ the whole block in backward or keeps what matrix products and attention make. Th
 benchmark of a whole decoder and the host cost of one region.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
 )
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -65,12 +67,35 @@ def torch_selective(block: Function, x: Tensor) -> Tensor:
     return out
 
 
-_COMPUTE = {
-    overload
-    for op in policies.MATMULS | policies.ATTENTION
-    if hasattr(op, "overloads")
-    for overload in (getattr(op, name) for name in op.overloads())
-}
+def torch_every_second(block: Function, x: Tensor) -> Tensor:
+    """Attention is kept, and of matrix products the first, the third and so on."""
+
+    def contexts() -> tuple[object, object]:
+        seen = {False: 0, True: 0}
+
+        def policy(ctx: SelectiveCheckpointContext, op: object, *_: object, **__: object) -> object:
+            seen[ctx.is_recompute] += op in _MATMULS
+            if op in _COMPUTE and (op not in _MATMULS or seen[ctx.is_recompute] % 2):
+                return CheckpointPolicy.MUST_SAVE
+            return CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    out: Tensor = torch_checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return out
+
+
+def _overloads(ops: Iterable[object]) -> set[object]:
+    return {
+        getattr(op, name)
+        for op in ops
+        if isinstance(op, OpOverloadPacket)
+        for name in op.overloads()
+    }
+
+
+_MATMULS = _overloads(policies.MATMULS)
+_COMPUTE = _MATMULS | _overloads(policies.ATTENTION)
 
 
 def _keep_compute(_ctx: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
@@ -106,6 +131,7 @@ TORCH: dict[str, RunBlock] = {
     "torch reentrant": torch_reentrant,
 }
 TORCH_SELECTIVE = "torch, keep matmuls and attention"
+TORCH_EVERY_SECOND = "torch, keep every second matmul"
 SELECTIVE: dict[str, RunBlock] = {
     TORCH_SELECTIVE: torch_selective,
     "rekindle, keep matmuls and attention": rekindle_selective,

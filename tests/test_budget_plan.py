@@ -11,12 +11,16 @@ from torch import nn
 
 import rekindle
 from rekindle.budget.execute import Numbered
-from rekindle.budget.values import Option
+from rekindle.budget.graph import Graph, Op, Value
+from rekindle.budget.names import named
+from rekindle.budget.values import Nearby, Option
 from tests.toys import Block, Stack, gradients, same_bits
 
 KEEP = Option("keep", (), (), 100, 0, 0.001, 0.002, 110, 30)
 DROP = Option("recompute", (), (), 10, 0, 0.001, 0.003, 90, 120)
-SOME = Option("select", (1, 3), (5,), 40, 20, 0.001, 0.0025, 60, 70)
+SOME = Option(
+    "select", (1, 3), (5,), 40, 20, 0.001, 0.0025, 60, 70, ("mm", "attention"), ("layer_norm",)
+)
 
 
 def plan_of(*options: Option, **more: Any) -> rekindle.Plan:
@@ -49,7 +53,13 @@ def saved(plan: rekindle.Plan, folder: Path, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("plan", [PLAN, PLAN.measured(123, 0.5)], ids=["predicted", "measured"])
+NEAR = replace(PLAN, less=Nearby(2 * 2**20, 0.0181), more=Nearby(5 * 2**20, None))
+every_plan = pytest.mark.parametrize(
+    "plan", [PLAN, PLAN.measured(123, 0.5), NEAR], ids=["predicted", "measured", "with more"]
+)
+
+
+@every_plan
 def test_a_plan_that_is_read_again_is_the_same(plan: rekindle.Plan, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     again = rekindle.Plan.load(tmp_path / "plan.json")
@@ -81,7 +91,7 @@ def test_a_saved_plan_is_json_of_numbers_and_text(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.json")
     values = json.loads((tmp_path / "plan.json").read_text())
     assert kinds(values) <= {str, int, float, type(None)}
-    assert (values["schema"], values["version"]) == ("rekindle plan", 1)
+    assert (values["schema"], values["version"]) == ("rekindle plan", 2)
 
 
 def test_a_saved_plan_has_every_field_of_the_plan(tmp_path: Path) -> None:
@@ -106,8 +116,8 @@ def test_a_file_that_is_no_plan_at_all_is_refused_by_its_name(text: str, tmp_pat
 
 
 def test_another_version_is_refused_with_both(tmp_path: Path) -> None:
-    path = saved(PLAN, tmp_path, version=2)
-    with pytest.raises(ValueError, match="has version 2, but this rekindle reads 1"):
+    path = saved(PLAN, tmp_path, version=1)
+    with pytest.raises(ValueError, match="has version 1, but this rekindle reads 2"):
         rekindle.Plan.load(path)
 
 
@@ -221,8 +231,8 @@ def test_a_plan_prints_what_happens_to_which_blocks_and_what_it_costs() -> None:
             "Plan for Stack within 3 MiB",
             "  predicted peak  2 MiB in the backward of blocks.2 (without a plan 4 MiB)",
             "  predicted time  15.0 ms a step (1.20x without a plan)",
-            "  blocks.0-1: 2 x Block: recompute: 10 B held, 4.00 ms",
-            "  blocks.2: 1 x Block: keep: 100 B held, 3.00 ms",
+            "  blocks.0-1: 2 x Block: recompute all: 10 B held, 4.00 ms",
+            "  blocks.2: 1 x Block: keep all: 100 B held, 3.00 ms",
         ]
     )
 
@@ -231,14 +241,71 @@ def test_a_plan_prints_what_was_measured_and_what_moves() -> None:
     lines = str(PLAN.measured(2**20, 0.0142)).splitlines()
     assert lines[3] == "  measured        1 MiB, 14.2 ms a step"
     assert lines[-1] == (
-        "  blocks.2: 1 x Block: keep 2 ops' results, offload 1, recompute the rest: "
-        "40 B held, 20 B moved, 3.50 ms"
+        "  blocks.2: 1 x Block: keep 2 results (mm, attention), offload 1 result (layer_norm), "
+        "recompute the rest: 40 B held, 20 B moved, 3.50 ms"
     )
+
+
+def test_a_plan_prints_what_less_memory_costs_and_more_saves() -> None:
+    less, more = Nearby(1_887_437, 0.0181), Nearby(5 * 2**20, 0.013)
+    lines = str(replace(PLAN, less=less, more=more)).splitlines()
+    assert lines[3:5] == [
+        "  with less       1.8 MiB: +3.10 ms a step",
+        "  with more       5 MiB: -2.00 ms a step",
+    ]
+
+
+def test_a_plan_prints_where_no_plan_fits_and_where_more_is_no_faster() -> None:
+    less, more = Nearby(2**20, None), Nearby(5 * 2**20, PLAN.predicted_time)
+    lines = str(replace(PLAN, less=less, more=more)).splitlines()
+    assert lines[3:5] == [
+        "  with less       1 MiB: no plan fits",
+        "  with more       5 MiB: no change in time",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (Option("keep"), "keep all"),
+        (Option("recompute"), "recompute all"),
+        (Option("select"), "recompute all"),
+        (Option("select", (1, 2, 3)), "keep 3 results, recompute the rest"),
+        (Option("select", offloaded=(4,)), "offload 1 result, recompute the rest"),
+        (
+            Option("select", tuple(range(9)), kept_names=tuple("abcdefghb")),
+            "keep 9 results (a, b x2, c, d, 4 more), recompute the rest",
+        ),
+    ],
+)
+def test_an_option_says_what_becomes_of_what(option: Option, words: str) -> None:
+    assert option.describe() == words
+
+
+def test_ops_are_named_from_the_largest_result_to_the_smallest() -> None:
+    sizes = (10, 40, 20, 30)
+    names = ("aten::rsqrt", "aten::mm", "aten::_softmax", "aten::mm")
+    ops = tuple(Op(2 * i, name, 0.0, (), (i,)) for i, name in enumerate(names))
+    graph = Graph(ops, tuple(Value(size, i) for i, size in enumerate(sizes)), frozenset())
+    option = named(Option("select", (0, 2, 4), (6,)), graph)
+    assert option.kept_names == ("mm", "softmax", "rsqrt")
+    assert option.offloaded_names == ("mm",)
+
+
+def test_a_profile_names_the_ops_whose_results_its_options_keep() -> None:
+    pytest.importorskip("scipy")
+    x = torch.randn(64, 16, requires_grad=True)
+    (block,) = rekindle.profile(Stack(3, 16), x).blocks
+    some = [option for option in block.options if option.fate == "select"]
+    assert some
+    for option in some:
+        assert len(option.kept_names) == len(option.kept)
+        assert set(option.kept_names) <= {"addmm", "gelu", "layer_norm", "add"}
 
 
 def test_a_plan_for_a_model_that_is_one_block_prints_its_class() -> None:
     lines = str(plan_of(model="Block", blocks=(("", "Block", DROP),))).splitlines()
-    assert lines[-1] == "  Block: 1 x Block: recompute: 10 B held, 4.00 ms"
+    assert lines[-1] == "  Block: 1 x Block: recompute all: 10 B held, 4.00 ms"
 
 
 def test_a_plan_for_a_model_that_is_one_block_applies_to_it() -> None:
@@ -254,4 +321,8 @@ def test_a_profile_prints_its_blocks_with_their_options() -> None:
     x = torch.randn(64, 16, requires_grad=True)
     lines = str(rekindle.profile(Stack(3, 16), x)).splitlines()
     assert lines[0] == "Stack on cpu: 3 blocks, 1 distinct"
-    assert [line.split(":")[0].strip() for line in lines[2:5]] == ["Block", "keep", "recompute"]
+    assert [line.split(":")[0].strip() for line in lines[2:5]] == [
+        "Block",
+        "keep all",
+        "recompute all",
+    ]

@@ -2,5 +2,6 @@
 
 The front door is `front`. `profiling` measures a step, with each block run `alone`; `graph` and
 `menu` find the options worth having; `simulate` and `solving` choose one for each block; `plan` is
-the choice as a value; `execute` is what a block is given to carry it out.
+the choice as a value; `execute` is what a block is given to carry it out. For people: `names` of
+ops, what is `nearby` a budget, `progress`, and all of it as `text`.
 """

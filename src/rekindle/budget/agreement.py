@@ -26,5 +26,10 @@ def highest(value: int, device: torch.device) -> int:
     return int(tensor.item())
 
 
+def is_first() -> bool:
+    """Whether this rank is the one that decides, and speaks."""
+    return not _has_others() or dist.get_rank() == 0
+
+
 def _has_others() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

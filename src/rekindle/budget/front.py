@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rekindle.budget import profiling
-from rekindle.budget.agreement import agreed, highest
+from rekindle.budget.agreement import agreed, highest, is_first
 from rekindle.budget.memory import metered
 from rekindle.budget.plan import Plan
+from rekindle.budget.progress import Progress, each, shown, tell
 from rekindle.budget.simulate import simulate
 from rekindle.budget.timing import timed
-from rekindle.budget.values import Option, Prediction, Profile
+from rekindle.budget.values import Nearby, Option, Prediction, Profile
 from rekindle.errors import RekindleError
 from rekindle.modules.application import apply, remove
 from rekindle.sizes import format_bytes, parse_bytes
@@ -31,7 +32,9 @@ class BudgetError(RekindleError):
     """No plan keeps a training step within the budget."""
 
 
-def profile(model: nn.Module, batch: Any, *, optimizer: Any = None) -> Profile:
+def profile(
+    model: nn.Module, batch: Any, *, optimizer: Any = None, progress: bool | None = None
+) -> Profile:
     """Measure a model's training step, block by block. The model ends as it was.
 
     Args:
@@ -39,6 +42,8 @@ def profile(model: nn.Module, batch: Any, *, optimizer: Any = None) -> Profile:
         batch: what the model is called with: a tensor, a tuple, a dict; or a function without
             arguments that runs a forward and returns the loss.
         optimizer: the optimizer, for the size of its state.
+        progress: whether to show how far it is, once it takes longer than two seconds: a bar on
+            stderr (with rich; else lines in the log). None: if stderr is a terminal.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"profile() takes a model, but got {type(model).__name__}")
@@ -52,7 +57,14 @@ def profile(model: nn.Module, batch: Any, *, optimizer: Any = None) -> Profile:
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer should be one, but got {type(optimizer).__name__}")
     _need_scipy()
-    return profiling.measure(model, batch, optimizer)
+    with shown(_progress(progress)):
+        return profiling.measure(model, batch, optimizer)
+
+
+def _progress(wanted: Any) -> Progress:
+    if wanted is not None and not isinstance(wanted, bool):
+        raise TypeError(f"progress should be a bool or None, but got {type(wanted).__name__}")
+    return Progress(wanted if is_first() else False)
 
 
 def solve(profile: Profile, budget: int | str) -> Plan:
@@ -66,9 +78,12 @@ def solve(profile: Profile, budget: int | str) -> Plan:
     if not isinstance(profile, Profile):
         raise TypeError(f"solve() takes a profile, but got {type(profile).__name__}")
     _need_scipy()
+    return _with_nearby(profile, _solved(profile, budget_bytes(profile, budget)))
+
+
+def _solved(profile: Profile, limit: int) -> Plan:
     from rekindle.budget import solving  # noqa: PLC0415
 
-    limit = budget_bytes(profile, budget)
     choice = solving.choose(profile, limit)
     if choice is None:
         least = solving.smallest(profile)
@@ -79,6 +94,16 @@ def solve(profile: Profile, budget: int | str) -> Plan:
             f"state and the batch; the peak is in {least.prediction.at}."
         )
     return _plan(profile, limit, choice.options, choice.prediction, choice.gap)
+
+
+def _with_nearby(profile: Profile, plan: Plan) -> Plan:
+    """A plan, with what less memory and more would change."""
+    from rekindle.budget.nearby import nearby  # noqa: PLC0415
+
+    options = tuple(option for _, _, option in plan.blocks)
+    now = Prediction(plan.predicted_peak, plan.predicted_time)
+    less, more = nearby(profile, plan.budget, options, now)
+    return replace(plan, less=less, more=more)
 
 
 def _plan(
@@ -148,28 +173,52 @@ class Point:
     plan: Plan
 
 
-def frontier(profile: Profile, points: int = 8) -> list[Point]:
-    """Plans from the plain peak down to the least that works: what less memory costs in time."""
+def frontier(profile: Profile, points: int = 8, *, progress: bool | None = None) -> list[Point]:
+    """Plans from the plain peak down to the least that works: what less memory costs in time.
+
+    Args:
+        profile: what `profile` measured.
+        points: how many to look for, at even distances in memory; those that are alike are one.
+        progress: as for `profile`.
+    """
     if not isinstance(points, int) or points < 1:
         raise ValueError(f"points should be a whole number from 1 on, but got {points!r}")
     _need_scipy()
+    with shown(_progress(progress)):
+        return _frontier(profile, points)
+
+
+def _frontier(profile: Profile, points: int) -> list[Point]:
     from rekindle.budget import solving  # noqa: PLC0415
 
+    tell("the least that works")
     highest, least = plain_prediction(profile).peak, solving.smallest(profile).prediction.peak
     found: list[Point] = []
-    for i in range(points):
+    for i in each(range(points), "point"):
         budget = highest - (highest - least) * i // max(points - 1, 1)
-        plan = solve(profile, max(budget, least))
+        plan = _solved(profile, max(budget, least))
         if not found or plan.predicted_peak < found[-1].peak:
             found.append(Point(plan.predicted_peak, plan.predicted_time, plan))
-    return [
+    found = [
         point
         for i, point in enumerate(found)
         if all(point.seconds <= less.seconds for less in found[i + 1 :])
     ]
+    near = [None, *(Nearby(point.peak, point.seconds) for point in found), None]
+    return [
+        replace(point, plan=replace(point.plan, more=more, less=less))
+        for point, more, less in zip(found, near, near[2:], strict=False)
+    ]
 
 
-def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = None) -> Plan:
+def fit(
+    model: nn.Module,
+    batch: Any,
+    budget: int | str,
+    *,
+    optimizer: Any = None,
+    progress: bool | None = None,
+) -> Plan:
     """Make a training step of a model fit a budget, at the smallest cost in time, in place.
 
     Profiles, solves, applies, and runs a step to see: a plan that is over the budget is made anew
@@ -191,17 +240,25 @@ def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = Non
         batch: as for `profile`: the largest that training will see.
         budget: as for `solve`.
         optimizer: the optimizer, for the size of its state.
+        progress: as for `profile`.
     """
     _check_budget(budget)
+    with shown(_progress(progress)):
+        return _fit(model, batch, budget, optimizer)
+
+
+def _fit(model: nn.Module, batch: Any, budget: int | str, optimizer: Any) -> Plan:
     measured = agreed(profile(model, batch, optimizer=optimizer))
     limit = budget_bytes(measured, budget)
     aim, peak = limit, 0
     for _ in range(_TRIES):
-        plan = solve(measured, aim)
+        tell("solve")
+        plan = _solved(measured, aim)
+        tell("verify")
         peak, seconds = try_out(model, batch, plan, measured)
         peak = highest(peak, next(model.parameters()).device)
-        plan = replace(plan, budget=limit).measured(peak, seconds)
         if peak <= limit:
+            plan = _for_budget(_with_nearby(measured, plan), limit).measured(peak, seconds)
             apply(model, plan)
             return plan
         _log.info("the step peaks at %s: planning again", format_bytes(peak))
@@ -210,6 +267,14 @@ def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = Non
         f"Plans for {format_bytes(limit)} were measured at {format_bytes(peak)}, more than was "
         "predicted. Try a larger budget."
     )
+
+
+def _for_budget(plan: Plan, limit: int) -> Plan:
+    """A plan for the budget that was asked for, where less was aimed at."""
+    near = [
+        at and replace(at, budget=at.budget + limit - plan.budget) for at in (plan.less, plan.more)
+    ]
+    return replace(plan, budget=limit, less=near[0], more=near[1])
 
 
 def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tuple[int, float]:

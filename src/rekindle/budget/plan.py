@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from rekindle.budget.execute import what_of
-from rekindle.budget.values import Option
+from rekindle.budget.values import Nearby, Option
 from rekindle.modules.blocks import blocks_of
 from rekindle.policies import Policy
 
 _SCHEMA = "rekindle plan"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class Plan:
     """Path, class and option of each block, in the order of the forward."""
     measured_peak: int | None = None
     measured_time: float | None = None
+    less: Nearby | None = None
+    """What a little less memory would cost."""
+    more: Nearby | None = None
+    """What a little more would save."""
 
     def fates(self, model: nn.Module) -> Mapping[str, str | Policy]:
         """What each block of a model is given; an error if the plan is for another one."""
@@ -87,7 +91,8 @@ class Plan:
             raise ValueError(f"{name} has version {version}, but this rekindle reads {_VERSION}")
         try:
             blocks = tuple((p, kind, _option(values)) for p, kind, values in values.pop("blocks"))
-            return cls(blocks=blocks, **values)
+            less, more = (_nearby(values.pop(name, None)) for name in ("less", "more"))
+            return cls(blocks=blocks, less=less, more=more, **values)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{name} is not a whole plan: {error}") from None
 
@@ -98,5 +103,10 @@ class Plan:
 
 
 def _option(values: dict[str, Any]) -> Option:
-    lists = {name: tuple(values[name]) for name in ("kept", "offloaded")}
+    names = ("kept", "offloaded", "kept_names", "offloaded_names")
+    lists = {name: tuple(values[name]) for name in names}
     return Option(**{**values, **lists})
+
+
+def _nearby(values: dict[str, Any] | None) -> Nearby | None:
+    return None if values is None else Nearby(**values)

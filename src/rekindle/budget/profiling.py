@@ -19,6 +19,8 @@ from rekindle.budget.agreement import agreed
 from rekindle.budget.alone import Lone
 from rekindle.budget.graph import Graph
 from rekindle.budget.memory import Meter, bytes_of, metered
+from rekindle.budget.names import named
+from rekindle.budget.progress import each, tell
 from rekindle.budget.timing import RUNS, now, timed
 from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.modules.application import apply, remove
@@ -98,6 +100,7 @@ def measure(model: nn.Module, batch: Any, optimizer: Any = None) -> Profile:
     blocks = blocks_of(model)
     with untouched(model):
         static = _static_bytes(model, optimizer, device, step)
+        tell("outline")
         seen, seconds = _outline(step, blocks, device)
         if not seen.order:
             raise ValueError("The step ran none of the model's blocks: does it call the model?")
@@ -227,19 +230,20 @@ class _Watch:
 def _profiles(
     blocks: dict[str, nn.Module], seen: _Seen, device: torch.device
 ) -> tuple[list[BlockProfile], list[tuple[str, int]]]:
-    profiles: list[BlockProfile] = []
-    known: dict[str, int] = {}
-    order = []
-    for path in seen.order:
-        block, call = blocks[path], seen.calls[path]
-        signature = f"{_signature(block, call)} in {seen.around[path]}"
-        if signature not in known:
-            known[signature] = len(profiles)
-            with ambient.entered(seen.around[path]):
-                options = _menu(block, call, device)
-            profiles.append(BlockProfile(type(block).__name__, signature, options))
-        order.append((path, known[signature]))
-    return profiles, order
+    signatures = {
+        path: f"{_signature(blocks[path], seen.calls[path])} in {seen.around[path]}"
+        for path in seen.order
+    }
+    first: dict[str, str] = {}
+    for path, signature in signatures.items():
+        first.setdefault(signature, path)
+    profiles = []
+    for signature, path in each(list(first.items()), "block"):
+        with ambient.entered(seen.around[path]):
+            options = _menu(blocks[path], seen.calls[path], device)
+        profiles.append(BlockProfile(type(blocks[path]).__name__, signature, options))
+    known = {signature: index for index, signature in enumerate(first)}
+    return profiles, [(path, known[signatures[path]]) for path in seen.order]
 
 
 def _signature(block: nn.Module, call: tuple[Any, Any]) -> str:
@@ -256,13 +260,13 @@ def _menu(block: nn.Module, call: tuple[Any, Any], device: torch.device) -> tupl
     candidates = [Option("keep"), Option("recompute")]
     candidates += [Option("select", tuple(sorted(kept))) for kept in keep_sets(graph)]
     candidates = agreed(candidates)  # a block that is sharded is gathered by all ranks at a time
-    options = [run.measured(option) for option in candidates]
+    options = [run.measured(option) for option in each(candidates, "option")]
     if device.type == "cuda":
         everything = tuple(sorted(graph.ops[m].number for m in _makers(graph)))
         whole = run.measured(Option("select", everything))
         selected = [whole, *(option for option in options if option.fate == "select")]
         options += [less for option in selected for less in offloading(option, graph)]
-    return tuple(_undominated(options))
+    return tuple(named(option, graph) for option in _undominated(options))
 
 
 def _makers(graph: Graph) -> set[int]:

@@ -56,16 +56,16 @@ def choose(profile: Profile, budget: int) -> Choice | None:
     Where nothing moves, that is what the solver says. To it, what is on the way is as much as the
     most that any block moves; where that is not so, the choice is improved step by step.
     """
-    effort = _ROUGHLY if _moves(profile) else _EXACTLY
+    effort = _ROUGHLY if moves(profile) else _EXACTLY
     still = _solved(without_offload(profile), budget, effort)
-    if not _moves(profile):
+    if not moves(profile):
         return still
     moving = _solved(profile, budget, effort)
     starts = [choice for choice in (still, moving) if choice is not None]
     starts += [_spread(profile, choice) for choice in starts[-1:]]
     if not starts:
         starts = [_least_held(profile)]
-    found = [_improved(profile, choice, budget) for choice in starts]
+    found = [improved(profile, choice, budget) for choice in starts]
     fitting = [choice for choice in found if choice.prediction.peak <= budget]
     return min(fitting, key=_seconds, default=None)
 
@@ -80,10 +80,16 @@ def without_offload(profile: Profile) -> Profile:
 
 
 def _solved(profile: Profile, budget: int, effort: dict[str, float]) -> Choice | None:
-    paths = [path for path, _ in profile.order]
-    if len(profile.blocks) == 1 and len(set(paths)) == len(paths):
+    if counts(profile):
         return _choose_counts(profile, budget, {**effort, "mip_rel_gap": 1e-6})
     return _choose_each(profile, budget, effort)
+
+
+def counts(profile: Profile) -> bool:
+    """Whether blocks are alike, so that it is enough to count them."""
+    return len(profile.blocks) == 1 and len({path for path, _ in profile.order}) == len(
+        profile.order
+    )
 
 
 def _seconds(choice: Choice) -> float:
@@ -113,7 +119,7 @@ _LOOKS = 300_000
 """Blocks that are looked at to improve a choice, about half a second."""
 
 
-def _improved(profile: Profile, choice: Choice, budget: int) -> Choice:
+def improved(profile: Profile, choice: Choice, budget: int) -> Choice:
     """The choice, changed one block at a time as long as that makes it better."""
 
     def badness(prediction: Prediction) -> tuple[int, float]:
@@ -292,13 +298,14 @@ def smallest(profile: Profile) -> Choice:
             low = middle
         else:
             best, high = found, min(middle, found.prediction.peak)
-    if not _moves(profile):
+    if not moves(profile):
         return best
     starts = best, _least_held(profile)
-    return min((_improved(profile, start, 0) for start in starts), key=_peak)
+    return min((improved(profile, start, 0) for start in starts), key=_peak)
 
 
-def _moves(profile: Profile) -> bool:
+def moves(profile: Profile) -> bool:
+    """Whether any option sends something to host memory."""
     return any(option.bytes_moved for block in profile.blocks for option in block.options)
 
 

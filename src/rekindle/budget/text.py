@@ -1,7 +1,7 @@
 """Profiles and plans as text."""
 
 from rekindle.budget.plan import Plan
-from rekindle.budget.values import Option, Profile
+from rekindle.budget.values import Nearby, Option, Profile
 from rekindle.modules.patterns import spanned
 from rekindle.sizes import format_bytes
 
@@ -34,6 +34,8 @@ def format_plan(plan: Plan) -> str:
             f"  measured        {format_bytes(plan.measured_peak)}, "
             f"{plan.measured_time * 1e3:.1f} ms a step"
         )
+    lines += _nearby("with less", plan.less, plan.predicted_time)
+    lines += _nearby("with more", plan.more, plan.predicted_time)
     groups: list[tuple[Option, str, list[str]]] = []
     for path, kind, option in plan.blocks:
         for known, name, paths in groups:
@@ -48,6 +50,19 @@ def format_plan(plan: Plan) -> str:
         )
         lines.append(f"  {where or kind}: {len(paths)} x {kind}: {_told(option)}")
     return "\n".join(lines)
+
+
+def _nearby(words: str, near: Nearby | None, seconds: float) -> list[str]:
+    """What another budget would change, as a line; none if it is not known."""
+    if near is None:
+        return []
+    if near.seconds is None:
+        change = "no plan fits"
+    elif abs(near.seconds - seconds) < 5e-6:
+        change = "no change in time"
+    else:
+        change = f"{(near.seconds - seconds) * 1e3:+.2f} ms a step"
+    return [f"  {words:<15} {format_bytes(near.budget)}: {change}"]
 
 
 def _told(option: Option) -> str:

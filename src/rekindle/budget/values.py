@@ -1,5 +1,6 @@
 """What passes between measuring, choosing and applying: plain values, that print and compare."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -23,6 +24,9 @@ class Option:
     """The most that the forward has on the device, above what was there before it."""
     backward_peak: int = 0
     """The most that the backward has on the device, above what was there before it."""
+    kept_names: tuple[str, ...] = ()
+    """Words for the ops of `kept`, the largest result first: for people."""
+    offloaded_names: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -31,13 +35,27 @@ class Option:
     def describe(self) -> str:
         """In a few words."""
         if self.fate != "select":
-            return self.fate
+            return f"{self.fate} all"
         parts = []
         if self.kept:
-            parts.append(f"keep {len(self.kept)} ops' results")
+            parts.append(f"keep {_results(self.kept, self.kept_names)}")
         if self.offloaded:
-            parts.append(f"offload {len(self.offloaded)}")
-        return ", ".join([*parts, "recompute the rest"])
+            parts.append(f"offload {_results(self.offloaded, self.offloaded_names)}")
+        return ", ".join([*parts, "recompute the rest" if parts else "recompute all"])
+
+
+def _results(numbers: tuple[int, ...], names: tuple[str, ...]) -> str:
+    """How many results, and of what: `3 results (mm x2, attention)`."""
+    count = f"{len(numbers)} result{'s' if len(numbers) > 1 else ''}"
+    kinds = list(Counter(names).items())
+    told = [f"{name} x{many}" if many > 1 else name for name, many in kinds[:_KINDS]]
+    if len(kinds) > _KINDS:
+        told.append(f"{sum(many for _, many in kinds[_KINDS:])} more")
+    return f"{count} ({', '.join(told)})" if told else count
+
+
+_KINDS = 4
+"""Kinds of ops that are told; of more, only how many."""
 
 
 @dataclass(frozen=True)
@@ -96,3 +114,12 @@ class Prediction:
     seconds: float
     at: str = field(default="", compare=False)
     """Where in the step the peak is."""
+
+
+@dataclass(frozen=True)
+class Nearby:
+    """What a step would take within another budget."""
+
+    budget: int
+    seconds: float | None
+    """A step; None if no plan fits."""

@@ -1,0 +1,33 @@
+"""Words for ops: a plan says what it keeps, not by which numbers."""
+
+from dataclasses import replace
+
+from rekindle.budget.graph import Graph
+from rekindle.budget.values import Option
+
+
+def named(option: Option, graph: Graph) -> Option:
+    """An option, with words for the ops that it keeps and offloads."""
+    ops = sorted(graph.ops, key=lambda op: -sum(graph.values[v].nbytes for v in op.outputs))
+    kept, offloaded = (
+        tuple(word_of(op.name) for op in ops if op.number in numbers)
+        for numbers in (option.kept, option.offloaded)
+    )
+    return replace(option, kept_names=kept, offloaded_names=offloaded)
+
+
+def word_of(name: str) -> str:
+    """What people call an op.
+
+    >>> [word_of(name) for name in ("aten::mm", "aten::add_.Tensor", "aten::native_layer_norm")]
+    ['mm', 'add', 'layer_norm']
+    >>> word_of("aten::_scaled_dot_product_flash_attention")
+    'attention'
+    """
+    word = name.rpartition("::")[2].split(".")[0].strip("_")
+    if "attention" in word:
+        return "attention"
+    return _WORDS.get(word, word.removeprefix("native_"))
+
+
+_WORDS = {"to_copy": "cast"}

@@ -1,0 +1,163 @@
+"""The benchmarks run on a CPU, in seconds, and what they show is what was measured."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import plot
+from benchmarks.decoder import SHAPES, Block, RunBlock, Shape
+from benchmarks.figures import budget as budget_table
+from benchmarks.figures import planning as planning_table
+from benchmarks.strategies import (
+    TORCH_EVERY_SECOND,
+    TORCH_SELECTIVE,
+    torch_every_second,
+    torch_full,
+    torch_selective,
+)
+from tests.toys import gradients, same_bits
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama"])
+def test_the_benchmark_of_budgets_runs_and_all_gradients_are_the_same(name: str) -> None:
+    pytest.importorskip("scipy")
+    shape: Shape = SHAPES["tiny"]
+    from benchmarks import budget  # noqa: PLC0415
+
+    if name == "llama":
+        pytest.importorskip("transformers")
+        shape = budget.TINY_LLAMA
+    found, _, _ = budget.measure(shape, "cpu", 0.0)
+    theirs = ["plain", "torch", TORCH_SELECTIVE, TORCH_EVERY_SECOND]
+    assert [r.strategy for r in found][:4] == theirs
+    assert found[-1].strategy == budget.LEAST
+    assert all(r.gradients_identical for r in found)
+    assert all((r.predicted_time_ratio is None) == (r.strategy in theirs) for r in found)
+
+
+def test_the_layers_of_a_llama_are_run_by_the_strategy_and_are_let_go_after() -> None:
+    pytest.importorskip("transformers")
+    from benchmarks.llama import TINY_LLAMA, LlamaWorkload  # noqa: PLC0415
+
+    work = LlamaWorkload(TINY_LLAMA, "cpu")
+    calls = []
+
+    def run(block: Any, x: Tensor) -> Tensor:
+        calls.append(x.shape)
+        out: Tensor = torch_full(block, x)
+        return out
+
+    work.step(lambda llama, tokens: llama(tokens, run))
+    assert calls == [(TINY_LLAMA.batch, TINY_LLAMA.tokens, TINY_LLAMA.dim)] * TINY_LLAMA.layers
+    assert not any(layer.gradient_checkpointing for layer in work.decoder.model.model.layers)
+
+
+def test_planning_is_measured_by_the_number_of_layers() -> None:
+    pytest.importorskip("scipy")
+    from benchmarks.planning import measure  # noqa: PLC0415
+
+    found = measure(SHAPES["tiny"], "cpu", 8)
+    assert (found.shape, found.layers, found.distinct) == ("tiny", 8, 1)
+    assert min(found.step_seconds, found.profile_seconds, found.solve_seconds) > 0
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def matmuls_in_backward(run: RunBlock) -> int:
+    shape = SHAPES["tiny"]
+    block = Block(shape, dtype=torch.float32)
+    out = run(block, shape.hidden_states(dtype=torch.float32).requires_grad_())
+    with _Count() as count:
+        out.sum().backward()
+    return count.ops["mm"]
+
+
+def test_of_every_second_matmul_three_of_seven_are_run_again() -> None:
+    assert matmuls_in_backward(torch_every_second) - matmuls_in_backward(torch_selective) == 3
+
+
+def test_every_second_matmul_leaves_gradients_as_they_are() -> None:
+    shape = SHAPES["tiny"]
+    block = Block(shape, dtype=torch.float32)
+    x = shape.hidden_states(dtype=torch.float32).requires_grad_()
+    leaves = [x, *block.parameters()]
+    plain = gradients(lambda: block(x), leaves)[1]
+    again = gradients(lambda: torch_every_second(block, x), leaves)[1]
+    assert all(map(same_bits, plain, again))
+
+
+def row(strategy: str, time: float, peak: float, predicted: float | None) -> dict[str, Any]:
+    return {
+        "shape": "8b",
+        "strategy": strategy,
+        "time_ratio": time,
+        "peak_ratio": peak,
+        "predicted_time_ratio": predicted,
+        "predicted_peak_ratio": predicted,
+    }
+
+
+def test_a_table_of_budgets_has_what_was_predicted_beside_what_was_measured() -> None:
+    rows = [row("torch", 1.25, 0.2, None), row("rekindle, 0.5", 1.04, 0.5, 1.016)]
+    assert budget_table({"results": rows}).splitlines() == [
+        "| budget (times plain) | 8b time (predicted) | 8b peak (predicted) |",
+        "| --- | --- | --- |",
+        "| torch | 1.25 | 0.20 |",
+        "| rekindle, 0.5 | 1.04 (1.02) | 0.50 (1.02) |",
+    ]
+
+
+def test_a_table_of_planning_has_a_row_for_each_number_of_layers() -> None:
+    rows = [
+        {
+            "shape": "tiny",
+            "layers": count,
+            "step_seconds": count / 8,
+            "profile_seconds": count / 2,
+            "solve_seconds": 0.05,
+        }
+        for count in (8, 32)
+    ]
+    assert planning_table({"results": rows}).splitlines()[2:] == [
+        "| 8 | 1.00 | 4.0 | 0.05 |",
+        "| 32 | 4.00 | 16.0 | 0.05 |",
+    ]
+
+
+def test_the_picture_is_made_from_the_results() -> None:
+    """`python -m benchmarks.plot` writes it."""
+    assert plot.is_current()
+
+
+def test_a_picture_of_other_results_is_out_of_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = json.loads(plot.RESULT.read_text())
+    result["results"][0]["time_ratio"] += 0.01
+    other = tmp_path / "budget.json"
+    other.write_text(json.dumps(result))
+    monkeypatch.setattr(plot, "RESULT", other)
+    assert not plot.is_current()
+
+
+def test_the_same_results_give_the_picture_that_is_there() -> None:
+    mpl = pytest.importorskip("matplotlib")
+    result, there = json.loads(plot.RESULT.read_text()), plot.PICTURE.read_text()
+    drawn = plot.drawn(result)
+    assert drawn == plot.drawn(result)
+    if f"Matplotlib v{mpl.__version__}," in there:  # another draws the same a little otherwise
+        assert drawn == there

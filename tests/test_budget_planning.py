@@ -1,0 +1,59 @@
+"""Planning a model of many layers: what is measured and solved does not grow with them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.budget import solving
+from tests.test_budget_solve import layers
+from tests.toys import Stack
+
+pytest.importorskip("scipy")
+
+
+@pytest.fixture
+def problems(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The rows and variables of what HiGHS is given."""
+    found: list[tuple[int, int]] = []
+    milp = solving.milp
+
+    def counted(cost: Any, *, constraints: Any, **options: Any) -> Any:
+        found.append(constraints.A.shape)
+        assert constraints.A.shape[1] == len(cost)
+        return milp(cost, constraints=constraints, **options)
+
+    monkeypatch.setattr(solving, "milp", counted)
+    return found
+
+
+def test_what_is_solved_is_as_large_and_as_often_for_any_number_of_layers(
+    problems: list[tuple[int, int]],
+) -> None:
+    found = []
+    for count in (8, 32, 128):
+        problems.clear()
+        plan = rekindle.solve(layers(count), "50%")
+        assert len(plan.blocks) == count
+        found.append(list(problems))
+    assert found[0]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("count", [2, 16])
+def test_layers_that_are_alike_are_measured_once(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    menu = rekindle.budget.profiling._menu
+
+    def counted(block: Any, *args: Any) -> Any:
+        measured.append(block)
+        return menu(block, *args)
+
+    monkeypatch.setattr(rekindle.budget.profiling, "_menu", counted)
+    model, x = Stack(count, 16), torch.randn(8, 16, requires_grad=True)
+    profile = rekindle.profile(model, x)
+    assert measured == [model.blocks[0]]
+    assert len(profile.order) == count
