@@ -210,7 +210,8 @@ def test_a_smaller_budget_never_peaks_higher(seed: int, link: bool) -> None:
     profile = random_profile(seed, kinds=1, link=link)
     wide_to_narrow = reversed(budgets(all_choices(profile), count=10))
     peaks = [chosen(profile, budget).prediction.peak for budget in wide_to_narrow]
-    assert peaks == sorted(peaks, reverse=True)
+    for wide, narrow in itertools.pairwise(peaks):
+        assert narrow <= wide * (1 + (LINK_GAP if link else 0.0))
 
 
 def test_a_smaller_budget_never_peaks_higher_where_many_choices_take_the_same_time() -> None:

@@ -17,10 +17,10 @@ def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
     between = profile.between or (0,) * len(blocks)
     for (path, option), made in zip(blocks, between, strict=True):
         held += made
-        points.append((held + option.forward_peak + link.leaving(), f"the forward of {path}"))
+        points.append((held + option.forward_peak + link.leaving, f"the forward of {path}"))
         held += option.bytes_held
         link.send(option.bytes_moved, option.forward_seconds)
-    points.append((held + profile.rest_peak + link.leaving(), "the head and the loss"))
+    points.append((held + profile.rest_peak + link.leaving, "the head and the loss"))
     link.turn(profile.rest_seconds)
     fetched = _fetched(blocks)
     for (path, option), ahead, made in zip(
@@ -56,9 +56,8 @@ class _Link:
     lead: float = 0.0
     """When the one that comes back next could begin: when the one before it was used."""
 
-    def leaving(self) -> int:
-        """Bytes that are still on their way out."""
-        return int(max(self.free_at - self.seconds, 0.0) * self.rate)
+    leaving: int = 0
+    """Bytes on their way out when something was last sent: until then it is let go, not after."""
 
     def send(self, nbytes: int, seconds: float) -> None:
         """A block's forward, with what it sends away: as it is made."""
@@ -66,6 +65,7 @@ class _Link:
         self.seconds += seconds
         if nbytes:
             self.free_at = max(begin + nbytes / self.rate, self.seconds)
+            self.leaving = int((self.free_at - self.seconds) * self.rate)
 
     def turn(self, seconds: float) -> None:
         """The backward begins when all has left; half of what is outside the blocks is before."""

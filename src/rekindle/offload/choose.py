@@ -45,6 +45,8 @@ class Choice:
     """The most bytes of activations that are to be on the device at a time."""
     fetch_at: Mapping[int, tuple[int, ...]]
     """Which ones are asked back at the n-th use of a step's activations."""
+    ceilings: tuple[int, ...] = ()
+    """The same for the forward, as it is after each activation is saved; none: always `ceiling`."""
 
 
 def choose(
@@ -81,10 +83,12 @@ def choose(
     link = Link(_MARGIN * link.out, _MARGIN * (link.back or link.out))
     if quota is None:
         moved, ceiling = _free(entries, able, order, turn, link)
-    elif not hurries:
+    ceilings: tuple[int, ...] = ()
+    if quota is not None and not hurries:
         gone = _out_in_time(entries, able, float("inf"), link.out)
-        ceiling = _ceiling(sizes, moved, _peak(entries, gone))
-    return Choice(moved, ceiling, _fetch_in_time(entries, order, moved, link))
+        ceilings = _heights(entries, gone)
+        ceiling = _ceiling(sizes, moved, max(ceilings, default=0))
+    return Choice(moved, ceiling, _fetch_in_time(entries, order, moved, link), ceilings)
 
 
 def lead_of(sizes: Sequence[int]) -> int:
@@ -148,6 +152,17 @@ def _peak(entries: Sequence[Entry], gone: Mapping[int, float]) -> int:
     changes += [(left, -entries[i].nbytes) for i, left in gone.items()]
     changes.sort(key=lambda change: (change[0], -change[1]))
     return max(accumulate(nbytes for _, nbytes in changes), default=0)
+
+
+def _heights(entries: Sequence[Entry], gone: Mapping[int, float]) -> tuple[int, ...]:
+    """Bytes on the device when each activation has just been saved, if copies take their time."""
+    heights = []
+    for i, entry in enumerate(entries):
+        now = entry.saved_at or 0.0
+        heights.append(
+            sum(e.nbytes for j, e in enumerate(entries[: i + 1]) if gone.get(j, now + 1) > now)
+        )
+    return tuple(heights)
 
 
 def _back_too_late(

@@ -247,7 +247,9 @@ class Lane:
             while self._leaving.nbytes > step.lead:
                 self._leaving.release_first(step)
         else:
-            while self._leaving and step.here > step.choice.ceiling:
+            ceilings, last = step.choice.ceilings, len(step.sizes) - 1
+            ceiling = ceilings[last] if last < len(ceilings) else step.choice.ceiling
+            while self._leaving and step.here > ceiling:
                 self._leaving.release_first(step)
 
     def _release_all(self) -> None:
