@@ -7,14 +7,15 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from rekindle.budget import profiling
 from rekindle.budget.agreement import agreed, highest
 from rekindle.budget.memory import metered
 from rekindle.budget.plan import Plan
+from rekindle.budget.shapes import elements
 from rekindle.budget.simulate import simulate
+from rekindle.budget.standing import Fitting, keep_fitted, plan_of
 from rekindle.budget.timing import timed
 from rekindle.budget.values import Option, Prediction, Profile
 from rekindle.errors import RekindleError
@@ -100,6 +101,7 @@ def _plan(
             (path, profile.blocks[index].kind, option)
             for (path, index), option in zip(profile.order, options, strict=True)
         ),
+        inputs=profile.inputs,
     )
 
 
@@ -169,8 +171,10 @@ def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = Non
     """Make a training step of a model fit a budget, at the smallest cost in time, in place.
 
     Profiles, solves, applies, and runs a step to see: a plan that is over the budget is made anew
-    with less. Gradients stay what they were, bit for bit. `rekindle.remove(model)` undoes it. In a
-    distributed run all ranks call it, and get the plan of the first.
+    with less. Gradients stay what they were, bit for bit. When the model is called with more than
+    it was planned for, it is planned again, and a log line says so; `plan_of` has the plan that
+    holds. `rekindle.remove(model)` undoes it. In a distributed run all ranks call it, and get the
+    plan of the first.
 
     >>> import torch, rekindle
     >>> block = lambda: torch.nn.Sequential(
@@ -190,6 +194,30 @@ def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = Non
     """
     _check_budget(budget)
     measured = agreed(profile(model, batch, optimizer=optimizer))
+    plan = _fitted(model, batch, budget, measured)
+    apply(model, plan)
+    state = 0 if optimizer is None else profiling.optimizer_bytes(optimizer)
+    is_function = profiling.Step(model, batch).function is not None
+    keep_fitted(model, Fitting(budget, state, measured.rest_peak if is_function else 0))
+    return plan
+
+
+def fit_again(model: nn.Module, call: profiling.Call, fitting: Fitting) -> Plan:
+    """Fit a model that was fitted before, to a larger call of it."""
+    measured = profiling.measure(model, call, fitting.optimizer_bytes)
+    before = plan_of(model)
+    if before is not None:  # what a function does with the result is not seen: taken to grow too
+        rest = fitting.rest_peak * elements(measured.inputs) // max(elements(before.inputs), 1)
+        measured = replace(measured, rest_peak=max(measured.rest_peak, rest))
+        fitting = replace(fitting, rest_peak=rest)
+    plan = _fitted(model, call, fitting.budget, measured)
+    apply(model, plan)
+    keep_fitted(model, fitting)
+    return plan
+
+
+def _fitted(model: nn.Module, batch: Any, budget: int | str, measured: Profile) -> Plan:
+    """The plan for a budget that was tried out; the model ends as it was."""
     limit = budget_bytes(measured, budget)
     aim, peak = limit, 0
     for _ in range(_TRIES):
@@ -198,7 +226,6 @@ def fit(model: nn.Module, batch: Any, budget: int | str, *, optimizer: Any = Non
         peak = highest(peak, next(model.parameters()).device)
         plan = replace(plan, budget=limit).measured(peak, seconds)
         if peak <= limit:
-            apply(model, plan)
             return plan
         _log.info("the step peaks at %s: planning again", format_bytes(peak))
         aim -= peak - limit + max(limit // 200, 1)
@@ -218,7 +245,7 @@ def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tupl
             step()
         known = [*model.parameters(), *model.buffers()]
         known += [p.grad for p in model.parameters() if p.grad is not None]
-        known += [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+        known += step.tensors()
         with metered(device, known) as meter:
             meter.reset()
             step()

@@ -71,6 +71,8 @@ class Profile:
     blocks: tuple[BlockProfile, ...]
     order: tuple[tuple[str, int], ...]
     """The blocks as the forward runs them: path, and index into `blocks`."""
+    inputs: tuple[tuple[int, ...], ...] = ()
+    """The shapes that the model itself was called with; none if the step called parts of it."""
 
     def options(self, position: int) -> tuple[Option, ...]:
         """The menu at one place of the forward."""
