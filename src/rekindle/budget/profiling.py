@@ -19,8 +19,10 @@ from rekindle.budget.agreement import agreed
 from rekindle.budget.alone import Lone
 from rekindle.budget.graph import Graph
 from rekindle.budget.memory import Meter, bytes_of, metered
+from rekindle.budget.noted import notes_put_back
 from rekindle.budget.shapes import elements, input_shapes
 from rekindle.budget.timing import RUNS, now, timed
+from rekindle.budget.traits import Traits, traits_of
 from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.modules.application import apply, remove
 from rekindle.modules.blocks import blocks_of
@@ -150,7 +152,8 @@ def measure(model: nn.Module, batch: Any, optimizer: Any = None) -> Profile:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Whatever runs inside: gradients, buffers, fates and the random state end as they were.
 
-    A plan that stands on the model says nothing meanwhile, and no cache of keys and values is kept.
+    So does what modules note. A plan that stands on the model says nothing meanwhile, and no cache
+    of keys and values is kept.
     """
     aside = set_aside(model)
     gradients = {p: p.grad for p in model.parameters()}
@@ -159,7 +162,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     fates = {module: forward_of(module) for module in model.modules()}
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
-        with torch.random.fork_rng(devices), no_caches(model):
+        with torch.random.fork_rng(devices), no_caches(model), notes_put_back(model):
             for parameter in gradients:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             yield
@@ -242,10 +245,11 @@ def _profiles(
 ) -> tuple[list[BlockProfile], list[tuple[str, int]]]:
     profiles: list[BlockProfile] = []
     known: dict[str, int] = {}
+    traits = traits_of(blocks)
     order = []
     for path in seen.order:
         block, call = blocks[path], seen.calls[path]
-        signature = f"{_signature(block, call)} in {seen.around[path]}"
+        signature = f"{_signature(block, call, traits[path])} in {seen.around[path]}"
         if signature not in known:
             known[signature] = len(profiles)
             with ambient.entered(seen.around[path]):
@@ -255,9 +259,11 @@ def _profiles(
     return profiles, order
 
 
-def _signature(block: nn.Module, call: tuple[Any, Any]) -> str:
+def _signature(block: nn.Module, call: tuple[Any, Any], traits: Traits) -> str:
     shapes = [f"{name} {_shape(p)}" for name, p in block.named_parameters()]
-    return f"{type(block).__name__}({', '.join(shapes)}) of {tree_map(_shape, call)}"
+    settings = [f"{path}.{name}={value!r}".lstrip(".") for (path, name), value in traits.items()]
+    given = tree_map(_shape, call)
+    return f"{type(block).__name__}({', '.join([*shapes, *settings])}) of {given}"
 
 
 def _menu(block: nn.Module, call: tuple[Any, Any], device: torch.device) -> tuple[Option, ...]:

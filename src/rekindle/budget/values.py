@@ -46,7 +46,7 @@ class BlockProfile:
 
     kind: str
     signature: str
-    """What tells blocks apart: class, parameters, inputs."""
+    """What tells blocks apart: class, parameters, inputs, and what they were set to."""
     options: tuple[Option, ...]
 
 
