@@ -170,9 +170,10 @@ CASES: dict[str, Callable[[], Case]] = {
     )
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-ONCE = {name: case for name, case in CASES.items() if name != "twice"}
+ONCE = {name: case for name, case in CASES.items() if name not in ("twice", "gpt2_with_cache")}
 every_case_once = pytest.mark.parametrize("case", ONCE.values(), ids=ONCE)
-"""But for blocks that are called twice: what they hold in between is not predicted yet."""
+"""But for blocks that are called twice, and for two embeddings whose gradients are one tensor's:
+what they hold is not predicted to the byte yet."""
 
 
 def run(model: nn.Module, batch: Any) -> Any:
@@ -684,7 +685,9 @@ def test_a_plan_of_a_fit_can_be_applied_to_another_model_of_the_class() -> None:
 def test_a_model_that_fits_keeps_no_cache_while_it_trains(case: Callable[[], Case]) -> None:
     model, batch = case()
     assert model(**batch).past_key_values is not None
+    plain = step(model, batch)
     rekindle.fit(model, batch, "80%")
+    assert all_same(plain, step(model, batch))
     assert model(**batch).past_key_values is None
     assert model(**batch, use_cache=True).past_key_values is None
     model.eval()

@@ -30,7 +30,7 @@ class Settled(nn.Module):
 
 def kinds(*settings: dict[str, Any]) -> list[int]:
     model = nn.Sequential(*(Settled(**each) for each in settings))
-    profile = rekindle.profile(model, torch.randn(4, 8))
+    profile = rekindle.profile(model, torch.randn(4, 8).requires_grad_())
     return [index for _, index in profile.order]
 
 
@@ -45,7 +45,7 @@ def test_blocks_with_other_rates_are_told_apart() -> None:
 
 def test_rates_in_the_toy_blocks_count_too() -> None:
     model = nn.Sequential(Block(8, 0.0), Block(8, 0.5))
-    assert len(rekindle.profile(model, torch.randn(4, 8)).blocks) == 2
+    assert len(rekindle.profile(model, torch.randn(4, 8).requires_grad_()).blocks) == 2
 
 
 OTHERS: dict[str, tuple[Any, Any]] = {
