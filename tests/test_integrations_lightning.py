@@ -293,3 +293,25 @@ def test_a_module_that_optimizes_by_itself_has_no_budget() -> None:
     module.automatic_optimization = False
     with pytest.raises(ValueError, match="optimizes by itself"):
         fit_wide(module, ours.Callback(budget="80%"))
+
+
+def test_metrics_are_as_if_the_step_had_not_been_measured() -> None:
+    pytest.importorskip("scipy")
+    metrics = pytest.importorskip("torchmetrics")
+
+    class Measured(Wide):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = metrics.MeanMetric()
+
+        def training_step(self, batch: Tensor, number: int) -> Tensor:
+            loss = super().training_step(batch, number)
+            self.mean(loss.detach())
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+            return loss
+
+    without, within = Measured(), Measured()
+    expected = fit_wide(without).callback_metrics["mean"]
+    callback = ours.Callback(budget="80%")
+    assert torch.equal(fit_wide(within, callback).callback_metrics["mean"], expected)
+    assert callback.plan is not None
