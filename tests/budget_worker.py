@@ -36,17 +36,20 @@ def found(kind: str) -> dict[str, Any]:
     model = KINDS[kind](Decoder(shape, dtype=torch.float32))
     torch.manual_seed(dist.get_rank())
     x = torch.randn(1, 64, 64)
+    larger = torch.randn(1 + dist.get_rank(), 64, 64)  # on one rank only
 
-    def gradients() -> list[Tensor]:
+    def gradients(x: Tensor = x) -> list[Tensor]:
         model.zero_grad()
         model(x).sum().backward()
         return [local(p.grad).clone() for p in model.parameters()]
 
-    expected = gradients()
+    expected, expected_of_larger = gradients(), gradients(larger)
     plan = rekindle.fit(model, x, "80%")
     same = all(map(torch.equal, gradients(), expected))
     assert plan.measured_peak is not None
+    same_of_larger = all(map(torch.equal, gradients(larger), expected_of_larger))
     return {
+        "larger": same_of_larger and rekindle.plan_of(model) is plan,
         "same": same,
         "fits": plan.measured_peak <= plan.budget,
         "options": [[path, asdict(option)] for path, _, option in plan.blocks],

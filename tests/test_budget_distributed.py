@@ -58,3 +58,9 @@ def test_the_step_fits_on_every_rank(ranks: list[dict[str, Any]], kind: str) -> 
 @each_kind
 def test_all_ranks_have_the_plan_of_the_first(ranks: list[dict[str, Any]], kind: str) -> None:
     assert ranks[0][kind]["options"] == ranks[1][kind]["options"]
+
+
+@each_kind
+def test_a_larger_batch_on_one_rank_leaves_the_plan(ranks: list[dict[str, Any]], kind: str) -> None:
+    """And is waited for by nobody."""
+    assert [rank[kind]["larger"] for rank in ranks] == [True, True]

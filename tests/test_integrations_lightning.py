@@ -152,3 +152,166 @@ def test_a_model_of_transformers_inside_has_its_layers_recomputed_and_no_cache()
         fit(Language(transformers.LlamaForCausalLM(config).train()), ours.Callback())
     assert [out.past_key_values for out in outs] == [None] * STEPS
     assert (seen.total.forwards, seen.total.replays) == (2 * STEPS, 2 * STEPS)
+
+
+class Wide(Module):
+    """A module whose step takes enough to be planned for; its batches may differ in size."""
+
+    def __init__(self, calls_itself: bool = False) -> None:
+        torch.manual_seed(1)
+        super().__init__(Stack(4, 16, drop=0.2))
+        self.calls_itself = calls_itself
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Tensor, number: int) -> Tensor:
+        self.steps += 1
+        loss: Tensor = (self(batch) if self.calls_itself else self.model(batch)).square().mean()
+        self.log("loss", loss.detach(), on_step=False, on_epoch=True)
+        self.losses.append(loss.detach())
+        return loss
+
+
+class Batches(torch.utils.data.IterableDataset[Tensor]):
+    def __init__(self, *rows: int) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        for number, rows in enumerate(self.rows):
+            yield torch.randn(rows, 16, generator=torch.Generator().manual_seed(number))
+
+
+def fit_wide(module: nn.Module, *callbacks: Any, rows: Any = (256, 256), **options: Any) -> Any:
+    torch.manual_seed(2)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        **options,
+    )
+    trainer.fit(module, DataLoader(Batches(*rows), batch_size=None))  # type: ignore[arg-type]
+    return trainer
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"precision": "bf16-mixed"},
+    "accumulated": {"accumulate_grad_batches": 2},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("calls_itself", [False, True], ids=["its model", "itself"])
+def test_a_budget_is_planned_for_on_the_first_batch(options: Any, calls_itself: bool) -> None:
+    pytest.importorskip("scipy")
+    without, within = Wide(calls_itself), Wide(calls_itself)
+    expected = fit_wide(without, **options)
+    callback = ours.Callback(budget="80%")
+    found = fit_wide(within, callback, **options)
+    curves = zip(curve_of(within), curve_of(without), strict=True)
+    assert all(same_bits(a, b) for a, b in curves)
+    assert within.steps == without.steps == 2
+    assert torch.equal(found.callback_metrics["loss"], expected.callback_metrics["loss"])
+    plan = callback.plan
+    assert plan is not None
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget
+    assert any(option.fate != "keep" for _, _, option in plan.blocks)
+    assert not has_fates(within)
+    assert rekindle.plan_of(within) is None
+
+
+def test_the_plan_is_there_before_the_first_step() -> None:
+    pytest.importorskip("scipy")
+    module = Wide()
+    fates: list[bool] = []
+
+    class Look(lightning.Callback):  # type: ignore[misc]
+        def on_before_zero_grad(self, *args: Any) -> None:
+            fates.append(rekindle.plan_of(module) is not None)
+
+    fit_wide(module, ours.Callback(budget="80%"), Look())
+    assert fates == [True, True]
+
+
+@pytest.mark.parametrize("calls_itself", [False, True], ids=["its model", "itself"])
+def test_a_larger_batch_is_planned_for_again(
+    calls_itself: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("scipy")
+    rows = 64, 256, 128
+    without, within = Wide(calls_itself), Wide(calls_itself)
+    fit_wide(without, rows=rows)
+    plans: list[Any] = []
+    callback = ours.Callback(budget="80%")
+
+    class Look(lightning.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, *args: Any) -> None:
+            plans.append(callback.plan)
+
+    with caplog.at_level("WARNING", "rekindle"):
+        fit_wide(within, callback, Look(), rows=rows)
+    curves = zip(curve_of(within), curve_of(without), strict=True)
+    assert all(same_bits(a, b) for a, b in curves)
+    assert plans[0].budget < plans[1].budget
+    assert plans[1] is plans[2]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "rekindle"]
+    assert "Wide is given [256, 16], larger than [64, 16] that was planned for: planned" in line
+
+
+def test_an_error_of_memory_in_backward_names_what_was_foreseen() -> None:
+    pytest.importorskip("scipy")
+
+    class Full(Wide):
+        def on_after_backward(self) -> None:
+            raise torch.OutOfMemoryError("There is no room.")
+
+    module = Full()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit_wide(module, ours.Callback(budget="80%"))
+    assert caught.value.__notes__[0].startswith("rekindle: the plan foresaw a peak of ")
+    assert not has_fates(module)
+
+
+def test_a_budget_that_nothing_fits_ends_the_fit_and_leaves_no_fates() -> None:
+    pytest.importorskip("scipy")
+    module = Wide()
+    with pytest.raises(rekindle.BudgetError, match="No plan fits into 100 B"):
+        fit_wide(module, ours.Callback(budget=100))
+    assert not has_fates(module)
+    assert "log" not in vars(module)
+
+
+def test_a_module_that_optimizes_by_itself_has_no_budget() -> None:
+    module = Wide()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="optimizes by itself"):
+        fit_wide(module, ours.Callback(budget="80%"))
+
+
+def test_metrics_are_as_if_the_step_had_not_been_measured() -> None:
+    pytest.importorskip("scipy")
+    metrics = pytest.importorskip("torchmetrics")
+
+    class Measured(Wide):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = metrics.MeanMetric()
+
+        def training_step(self, batch: Tensor, number: int) -> Tensor:
+            loss = super().training_step(batch, number)
+            self.mean(loss.detach())
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+            return loss
+
+    without, within = Measured(), Measured()
+    expected = fit_wide(without).callback_metrics["mean"]
+    callback = ours.Callback(budget="80%")
+    assert torch.equal(fit_wide(within, callback).callback_metrics["mean"], expected)
+    assert callback.plan is not None

@@ -389,14 +389,20 @@ def test_a_callback_beside_the_trainers_own_switch_is_refused(tmp_path: Path) ->
         both.train()
 
 
-def test_a_trainer_takes_a_budget(tmp_path: Path) -> None:
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_trainer_takes_a_budget(
+    use_cache: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("scipy")
     build = FAMILIES["llama"].build
     without = trainer(tmp_path, build(use_cache=False))
     without.train()
     callback = ours.Callback(budget="70%")
-    ran = trainer(tmp_path, build(use_cache=False), [callback])
-    ran.train()
+    ran = trainer(tmp_path, build(use_cache=use_cache), [callback])
+    with caplog.at_level("WARNING", "rekindle"):
+        ran.train()
+    assert [record for record in caplog.records if record.name == "rekindle"] == []
+    assert rekindle.plan_of(ran.model) is None
     assert same(curve_of(ran), curve_of(without))
     assert callback.plan is not None
     assert callback.plan.measured_peak is not None

@@ -3,6 +3,7 @@
 from rekindle import policies
 from rekindle.budget.front import BudgetError, Point, fit, frontier, profile, solve
 from rekindle.budget.plan import Plan
+from rekindle.budget.standing import plan_of
 from rekindle.budget.values import Profile
 from rekindle.checkpoint import checkpoint, checkpoint_sequential
 from rekindle.compiled.handover import SAC_IGNORED_OPS, CheckpointPolicy, noop_context_fn
@@ -78,6 +79,7 @@ __all__ = [
     "offload",
     "offload_wrapper",
     "patch_torch",
+    "plan_of",
     "policies",
     "profile",
     "remove",

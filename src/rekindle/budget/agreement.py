@@ -10,7 +10,7 @@ _Value = TypeVar("_Value")
 
 def agreed(value: _Value) -> _Value:
     """The first rank's value, on every rank; this one's, without other ranks."""
-    if not _has_others():
+    if not has_others():
         return value
     values = [value]
     dist.broadcast_object_list(values, src=0)
@@ -19,7 +19,7 @@ def agreed(value: _Value) -> _Value:
 
 def highest(value: int, device: torch.device) -> int:
     """The highest of all ranks' values."""
-    if not _has_others():
+    if not has_others():
         return value
     tensor = torch.tensor(value, dtype=torch.int64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -28,8 +28,9 @@ def highest(value: int, device: torch.device) -> int:
 
 def is_first() -> bool:
     """Whether this rank is the one that decides, and speaks."""
-    return not _has_others() or dist.get_rank() == 0
+    return not has_others() or dist.get_rank() == 0
 
 
-def _has_others() -> bool:
+def has_others() -> bool:
+    """Whether this is one of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

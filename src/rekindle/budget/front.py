@@ -7,15 +7,16 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from rekindle.budget import profiling
 from rekindle.budget.agreement import agreed, highest, is_first
 from rekindle.budget.memory import metered
 from rekindle.budget.plan import Plan
 from rekindle.budget.progress import Progress, each, shown, tell
+from rekindle.budget.shapes import elements
 from rekindle.budget.simulate import simulate
+from rekindle.budget.standing import Fitting, keep_fitted, plan_of
 from rekindle.budget.timing import timed
 from rekindle.budget.values import Nearby, Option, Prediction, Profile
 from rekindle.errors import RekindleError
@@ -125,6 +126,7 @@ def _plan(
             (path, profile.blocks[index].kind, option)
             for (path, index), option in zip(profile.order, options, strict=True)
         ),
+        inputs=profile.inputs,
     )
 
 
@@ -222,8 +224,10 @@ def fit(
     """Make a training step of a model fit a budget, at the smallest cost in time, in place.
 
     Profiles, solves, applies, and runs a step to see: a plan that is over the budget is made anew
-    with less. Gradients stay what they were, bit for bit. `rekindle.remove(model)` undoes it. In a
-    distributed run all ranks call it, and get the plan of the first.
+    with less. Gradients stay what they were, bit for bit. When the model is called with more than
+    it was planned for, it is planned again, and a log line says so; `plan_of` has the plan that
+    holds. `rekindle.remove(model)` undoes it. In a distributed run all ranks call it, and get the
+    plan of the first.
 
     >>> import torch, rekindle
     >>> block = lambda: torch.nn.Sequential(
@@ -249,6 +253,30 @@ def fit(
 
 def _fit(model: nn.Module, batch: Any, budget: int | str, optimizer: Any) -> Plan:
     measured = agreed(profile(model, batch, optimizer=optimizer))
+    plan = _fitted(model, batch, budget, measured)
+    apply(model, plan)
+    state = 0 if optimizer is None else profiling.optimizer_bytes(optimizer)
+    is_function = profiling.Step(model, batch).function is not None
+    keep_fitted(model, Fitting(budget, state, measured.rest_peak if is_function else 0))
+    return plan
+
+
+def fit_again(model: nn.Module, call: profiling.Call, fitting: Fitting) -> Plan:
+    """Fit a model that was fitted before, to a larger call of it."""
+    measured = profiling.measure(model, call, fitting.optimizer_bytes)
+    before = plan_of(model)
+    if before is not None:  # what a function does with the result is not seen: taken to grow too
+        rest = fitting.rest_peak * elements(measured.inputs) // max(elements(before.inputs), 1)
+        measured = replace(measured, rest_peak=max(measured.rest_peak, rest))
+        fitting = replace(fitting, rest_peak=rest)
+    plan = _fitted(model, call, fitting.budget, measured)
+    apply(model, plan)
+    keep_fitted(model, fitting)
+    return plan
+
+
+def _fitted(model: nn.Module, batch: Any, budget: int | str, measured: Profile) -> Plan:
+    """The plan for a budget that was tried out; the model ends as it was."""
     limit = budget_bytes(measured, budget)
     aim, peak = limit, 0
     for _ in range(_TRIES):
@@ -258,9 +286,7 @@ def _fit(model: nn.Module, batch: Any, budget: int | str, optimizer: Any) -> Pla
         peak, seconds = try_out(model, batch, plan, measured)
         peak = highest(peak, next(model.parameters()).device)
         if peak <= limit:
-            plan = _for_budget(_with_nearby(measured, plan), limit).measured(peak, seconds)
-            apply(model, plan)
-            return plan
+            return _for_budget(_with_nearby(measured, plan), limit).measured(peak, seconds)
         _log.info("the step peaks at %s: planning again", format_bytes(peak))
         aim -= peak - limit + max(limit // 200, 1)
     raise BudgetError(
@@ -287,7 +313,7 @@ def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tupl
             step()
         known = [*model.parameters(), *model.buffers()]
         known += [p.grad for p in model.parameters() if p.grad is not None]
-        known += [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+        known += step.tensors()
         with metered(device, known) as meter:
             meter.reset()
             step()

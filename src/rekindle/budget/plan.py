@@ -44,6 +44,8 @@ class Plan:
     """What a little less memory would cost."""
     more: Nearby | None = None
     """What a little more would save."""
+    inputs: tuple[tuple[int, ...], ...] = ()
+    """The shapes that the model is called with, if they are known."""
 
     def fates(self, model: nn.Module) -> Mapping[str, str | Policy]:
         """What each block of a model is given; an error if the plan is for another one."""
@@ -61,6 +63,12 @@ class Plan:
         if unplanned and planned & set(blocks_of(model)):
             raise ValueError(f"The model has a block that the plan has not: {unplanned[0]!r}")
         return {path: what_of(option) for path, _, option in self.blocks}
+
+    def stand_on(self, model: nn.Module) -> None:
+        """See to it that a model that runs by the plan says so when it is called with more."""
+        from rekindle.budget.standing import stand  # it knows plans  # noqa: PLC0415
+
+        stand(self, model)
 
     @property
     def offloads(self) -> bool:
@@ -92,7 +100,8 @@ class Plan:
         try:
             blocks = tuple((p, kind, _option(values)) for p, kind, values in values.pop("blocks"))
             less, more = (_nearby(values.pop(name, None)) for name in ("less", "more"))
-            return cls(blocks=blocks, less=less, more=more, **values)
+            inputs = tuple(tuple(shape) for shape in values.pop("inputs", ()))
+            return cls(blocks=blocks, less=less, more=more, inputs=inputs, **values)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{name} is not a whole plan: {error}") from None
 

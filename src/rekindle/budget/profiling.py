@@ -5,7 +5,7 @@ what the rest of the step takes. Then each distinct block is run alone, forward 
 every option that is worth having: bytes and times are those of the real thing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,16 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rekindle.attachment import put_back, set_aside
 from rekindle.budget.agreement import agreed
 from rekindle.budget.alone import Lone
 from rekindle.budget.graph import Graph
 from rekindle.budget.memory import Meter, bytes_of, metered
 from rekindle.budget.names import named
+from rekindle.budget.noted import notes_put_back
 from rekindle.budget.progress import each, tell
+from rekindle.budget.shapes import elements, input_shapes
 from rekindle.budget.timing import RUNS, now, timed
+from rekindle.budget.traits import Traits, traits_of
 from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.modules.application import apply, remove
 from rekindle.modules.blocks import blocks_of
+from rekindle.modules.caches import no_caches
 from rekindle.modules.forward import forward_of
 from rekindle.replay import ambient
 
@@ -43,6 +48,16 @@ class _Seen:
     rest_peak: int = 0
     first_peak: int = 0
     last_peak: int = 0
+    inputs: tuple[tuple[int, ...], ...] = ()
+    """The shapes that the model was called with; the largest, of several calls."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a model is called with, by position and by keyword."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Step:
@@ -51,28 +66,42 @@ class Step:
     def __init__(self, model: nn.Module, batch: Any) -> None:
         self.model = model
         self.batch = batch
+        self.function: Callable[[], Any] | None = None
+        self.call = Call((), {})
+        if isinstance(batch, Call):
+            self.call = batch
+        elif callable(batch) and not isinstance(batch, Tensor):
+            self.function = batch
+        elif isinstance(batch, Mapping):
+            self.call = Call((), dict(batch))
+        elif isinstance(batch, tuple | list):
+            self.call = Call(tuple(batch), {})
+        else:
+            self.call = Call((batch,), {})
 
     def __call__(self) -> None:
         loss = self.loss()
         loss.backward()
 
     def loss(self) -> Tensor:
-        batch, model = self.batch, self.model
-        if callable(batch) and not isinstance(batch, Tensor):
-            out = batch()
-        elif isinstance(batch, Mapping):
-            out = model(**batch)
-        elif isinstance(batch, tuple | list):
-            out = model(*batch)
-        else:
-            out = model(batch)
-        return _loss_of(out)
+        if self.function is not None:
+            return _loss_of(self.function())
+        return _loss_of(self.model(*self.call.args, **self.call.kwargs))
+
+    def tensors(self) -> list[Tensor]:
+        """What the batch consists of."""
+        leaves = tree_leaves((self.call.args, self.call.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def shapes(self) -> str:
         """The batch in words, by which it is known again."""
-        if callable(self.batch) and not isinstance(self.batch, Tensor):
+        if self.function is not None:
             return "a function"
-        return str(tree_map(_shape, self.batch))
+        if not isinstance(self.batch, Call):
+            return str(tree_map(_shape, self.batch))
+        args, kwargs = tree_map(_shape, (self.call.args, self.call.kwargs))
+        by_position = args[0] if len(args) == 1 else args
+        return str(by_position if not kwargs else kwargs if not args else (*args, kwargs))
 
 
 def _shape(leaf: Any) -> Any:
@@ -98,8 +127,9 @@ def measure(model: nn.Module, batch: Any, optimizer: Any = None) -> Profile:
     device = next(model.parameters()).device
     step = Step(model, batch)
     blocks = blocks_of(model)
+    before = bytes_of([p.grad for p in model.parameters() if p.grad is not None])
     with untouched(model):
-        static = _static_bytes(model, optimizer, device, step)
+        static = _static_bytes(model, optimizer, device, step, before)
         tell("outline")
         seen, seconds = _outline(step, blocks, device)
         if not seen.order:
@@ -123,19 +153,25 @@ def measure(model: nn.Module, batch: Any, optimizer: Any = None) -> Profile:
         first_peak=seen.first_peak,
         last_peak=seen.last_peak,
         between=tuple(seen.between),
+        inputs=seen.inputs,
     )
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Whatever runs inside: gradients, buffers, fates and the random state end as they were."""
+    """Whatever runs inside: gradients, buffers, fates and the random state end as they were.
+
+    So does what modules note. A plan that stands on the model says nothing meanwhile, and no cache
+    of keys and values is kept.
+    """
+    aside = set_aside(model)
     gradients = {p: p.grad for p in model.parameters()}
     buffers = {b: b.detach().clone() for b in model.buffers()}
     places = {module: dict(module._buffers) for module in model.modules()}
     fates = {module: forward_of(module) for module in model.modules()}
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), no_caches(model), notes_put_back(model):
             for parameter in gradients:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             yield
@@ -144,6 +180,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for module, forward in fates.items():
             if forward is not None:
                 vars(module)["forward"] = forward
+                forward.is_on = True
+        put_back(aside)
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         for module, own in places.items():
@@ -151,7 +189,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
             module._buffers.update(own)
         with torch.no_grad():
             for buffer, before in buffers.items():
-                buffer.copy_(before)
+                if not torch.equal(buffer, before):  # else a graph that uses it stays valid
+                    buffer.copy_(before)
 
 
 def _outline(step: Step, blocks: dict[str, nn.Module], device: torch.device) -> tuple[_Seen, float]:
@@ -159,9 +198,9 @@ def _outline(step: Step, blocks: dict[str, nn.Module], device: torch.device) -> 
     apply(step.model, dict.fromkeys(blocks, "recompute"))
     known = [*step.model.parameters(), *step.model.buffers()]
     known += [p.grad for p in step.model.parameters() if p.grad is not None]
-    known += [t for t in tree_leaves(step.batch) if isinstance(t, Tensor)]
+    known += step.tensors()
     with metered(device, known) as meter:
-        watch = _Watch(blocks, meter)
+        watch = _Watch(step.model, blocks, meter)
         with watch.entered():
             step()
     seconds = timed(step, device)
@@ -172,8 +211,9 @@ def _outline(step: Step, blocks: dict[str, nn.Module], device: torch.device) -> 
 class _Watch:
     """Notes, while a step runs, how its blocks are called and what memory is around them."""
 
-    def __init__(self, blocks: dict[str, nn.Module], meter: Meter) -> None:
+    def __init__(self, model: nn.Module, blocks: dict[str, nn.Module], meter: Meter) -> None:
         self.seen = _Seen()
+        self._model = model
         self._blocks = blocks
         self._meter = meter
         self._after_block = 0
@@ -182,6 +222,8 @@ class _Watch:
     @contextmanager
     def entered(self) -> Iterator[None]:
         with ExitStack() as stack:
+            called = self._model.register_forward_pre_hook(self._called, with_kwargs=True)
+            stack.callback(called.remove)
             for path, block in self._blocks.items():
                 before = partial(self._before, path)
                 hooks = (
@@ -193,6 +235,9 @@ class _Watch:
             yield
         if self._has_ended:
             self.seen.last_peak = self._meter.peak()
+
+    def _called(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
+        self.seen.inputs = max(self.seen.inputs, input_shapes(args, kwargs), key=elements)
 
     def _before(self, path: str, _block: nn.Module, args: Any, kwargs: Any) -> None:
         seen, meter = self.seen, self._meter
@@ -230,8 +275,9 @@ class _Watch:
 def _profiles(
     blocks: dict[str, nn.Module], seen: _Seen, device: torch.device
 ) -> tuple[list[BlockProfile], list[tuple[str, int]]]:
+    traits = traits_of(blocks)
     signatures = {
-        path: f"{_signature(blocks[path], seen.calls[path])} in {seen.around[path]}"
+        path: f"{_signature(blocks[path], seen.calls[path], traits[path])} in {seen.around[path]}"
         for path in seen.order
     }
     first: dict[str, str] = {}
@@ -246,9 +292,11 @@ def _profiles(
     return profiles, [(path, known[signatures[path]]) for path in seen.order]
 
 
-def _signature(block: nn.Module, call: tuple[Any, Any]) -> str:
+def _signature(block: nn.Module, call: tuple[Any, Any], traits: Traits) -> str:
     shapes = [f"{name} {_shape(p)}" for name, p in block.named_parameters()]
-    return f"{type(block).__name__}({', '.join(shapes)}) of {tree_map(_shape, call)}"
+    settings = [f"{path}.{name}={value!r}".lstrip(".") for (path, name), value in traits.items()]
+    given = tree_map(_shape, call)
+    return f"{type(block).__name__}({', '.join([*shapes, *settings])}) of {given}"
 
 
 def _menu(block: nn.Module, call: tuple[Any, Any], device: torch.device) -> tuple[Option, ...]:
@@ -325,16 +373,21 @@ def _undominated(options: list[Option]) -> list[Option]:
     ]
 
 
-def _static_bytes(model: nn.Module, optimizer: Any, device: torch.device, step: Step) -> int:
-    """What is there all the time: the model, its gradients, the optimizer's state, the batch."""
+def _static_bytes(
+    model: nn.Module, optimizer: Any, device: torch.device, step: Step, before: int
+) -> int:
+    """What is there all the time: the model, its gradients, the optimizer's state, the batch.
+
+    Gradients from before are there a second time while it is measured.
+    """
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     total = bytes_of([*parameters, *model.buffers()]) + bytes_of(trained)
-    total += bytes_of([t for t in tree_leaves(step.batch) if isinstance(t, Tensor)])
+    total += bytes_of(step.tensors())
     if optimizer is not None:
-        total += _optimizer_bytes(optimizer)
+        total += optimizer_bytes(optimizer)
     if device.type == "cuda":  # what else there is, such as another model
-        total = max(total, torch.cuda.memory_allocated(device))
+        total = max(total, torch.cuda.memory_allocated(device) - before)
     return total
 
 
@@ -352,8 +405,10 @@ _STATES = {
 """Tensors of a parameter's size that an optimizer keeps; more with some options."""
 
 
-def _optimizer_bytes(optimizer: Any) -> int:
-    """The state of an optimizer, or what it will be after its first step."""
+def optimizer_bytes(optimizer: Any) -> int:
+    """The state of an optimizer, or what it will be after its first step; bytes are themselves."""
+    if isinstance(optimizer, int):
+        return optimizer
     held = [t for state in optimizer.state.values() for t in state.values()]
     tensors = [t for t in held if isinstance(t, Tensor)]
     if tensors:

@@ -64,7 +64,7 @@ class BlockProfile:
 
     kind: str
     signature: str
-    """What tells blocks apart: class, parameters, inputs."""
+    """What tells blocks apart: class, parameters, inputs, and what they were set to."""
     options: tuple[Option, ...]
 
 
@@ -95,6 +95,8 @@ class Profile:
     """The most that the backward has after the first block's, such as an embedding's gradient."""
     between: tuple[int, ...] = ()
     """What the forward has made since the block before, at each place; none if there is nothing."""
+    inputs: tuple[tuple[int, ...], ...] = ()
+    """The shapes that the model itself was called with; none if the step called parts of it."""
 
     def options(self, position: int) -> tuple[Option, ...]:
         """The menu at one place of the forward."""

@@ -4,9 +4,7 @@
 this: after `rekindle.patch_torch()` they run on rekindle.
 """
 
-import inspect
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 
 import rekindle
 from rekindle.integrations import What, library
+from rekindle.modules.caches import forbid_cache
 
 transformers = library("transformers")
 _layers = library("transformers.modeling_layers")
@@ -41,7 +40,9 @@ def apply(model: nn.Module, what: What = "recompute") -> rekindle.Applied:
     _let_cache(model)
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
-            _forbid_cache(module)
+            handle = forbid_cache(module)
+            if handle is not None:
+                vars(module)[_CACHE_OFF] = handle
     return applied
 
 
@@ -67,7 +68,7 @@ class Callback(_TrainerCallback):  # type: ignore[misc]
         self.what = what
         self.budget = budget
         self.plan: rekindle.Plan | None = None
-        """What was chosen for the budget."""
+        """What was chosen for the budget; after training, what it was chosen to be last."""
 
     def on_train_begin(
         self,
@@ -86,11 +87,13 @@ class Callback(_TrainerCallback):  # type: ignore[misc]
         batch = {name: value.to(device) for name, value in batch.items()}
         was_training = model.training
         model.train()
-        self.plan = rekindle.fit(model, batch, self.budget, optimizer=optimizer)
-        model.train(was_training)
-        apply(model, self.plan)
+        try:
+            self.plan = rekindle.fit(model, batch, self.budget, optimizer=optimizer)
+        finally:
+            model.train(was_training)
 
     def on_train_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        self.plan = rekindle.plan_of(model) or self.plan
         remove(model)
 
 
@@ -112,23 +115,6 @@ def _outermost(model: nn.Module, is_one: Any) -> list[str]:
         if not inside and is_one(module):
             found.append(path)
     return found
-
-
-def _forbid_cache(module: nn.Module) -> None:
-    """A replay would write to the cache again; transformers' own switch turns it off too."""
-    names = list(inspect.signature(type(module).forward).parameters)
-    if "use_cache" in names:
-        hook = partial(_without_cache, names.index("use_cache") - 1)  # less self
-        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-        vars(module)[_CACHE_OFF] = handle
-
-
-def _without_cache(position: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    if not module.training:
-        return None
-    if len(args) > position:
-        return (*args[:position], False, *args[position + 1 :]), kwargs
-    return args, {**kwargs, "use_cache": False}
 
 
 def _let_cache(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from rekindle import policies
+from rekindle.attachment import detach
 from rekindle.modules import patterns
 from rekindle.modules.blocks import blocks_of
 from rekindle.modules.forward import Way, put, take_away
@@ -115,6 +116,7 @@ def apply(model: nn.Module, what: What | Mapping[str, What] | FatesForModel) -> 
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply() takes a model, but got {type(model).__name__}")
+    given = what
     if hasattr(what, "fates"):
         what = what.fates(model)
     wanted = _wanted(model, what)
@@ -123,6 +125,8 @@ def apply(model: nn.Module, what: What | Mapping[str, What] | FatesForModel) -> 
     remove(model)
     for module, way in ways:
         put(module, way)
+    if hasattr(given, "stand_on"):
+        given.stand_on(model)
     shown = {id(module): path for path, (module, _) in reversed(wanted.items())}
     return Applied(
         type(model).__name__,
@@ -140,6 +144,7 @@ def remove(model: nn.Module) -> None:
         raise TypeError(f"remove() takes a model, but got {type(model).__name__}")
     for module in model.modules():
         take_away(module)
+        detach(module)
 
 
 _Wanted = dict[str, tuple[nn.Module, What]]

@@ -21,9 +21,9 @@ from rekindle.compiled.frames import break_graph
 from rekindle.offload.context import Offload, kept
 from rekindle.policies import Policy
 
-Way = Policy | Offload | Literal["recompute", "keep"]
-"""How a module runs: under a policy, offloaded, recomputed as a whole, or kept as nothing around it
-keeps."""
+Way = Policy | Offload | Literal["recompute", "keep", "plain"]
+"""How a module runs: under a policy, offloaded, recomputed as a whole, kept as nothing around it
+keeps, or as it is."""
 
 _WHY = (
     "a module whose activations are offloaded begins a graph of its own: rekindle.offload works on "
@@ -82,12 +82,12 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         way = self.way
         if torch.compiler.is_compiling():
-            if self.is_on and not (way == "recompute" or isinstance(way, Policy)):
+            if self.is_on and not (way in ("recompute", "plain") or isinstance(way, Policy)):
                 break_graph(_WHY)
             forward = self.own or _traceable(self.__self__)
         else:
             forward = self.__wrapped__
-        if not self.is_on:
+        if not self.is_on or way == "plain":
             return forward(*args, **kwargs)
         if way == "keep" or isinstance(way, Offload):
             with kept() if way == "keep" else way:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from rekindle import observation
+from rekindle.attachment import tell
 from rekindle.emptying import empty_when_backward_ends, empty_when_group_dies
 from rekindle.errors import CheckpointError
 from rekindle.internals import (
@@ -194,7 +195,11 @@ class Frame:
             self.careful = self.careful or self.running
             value = self._taken(slot)
             if value is None:
-                self._replay()
+                try:
+                    self._replay()
+                except torch.OutOfMemoryError as error:
+                    tell(error, self.function)
+                    raise
                 value = self._taken(slot)
         if graph_task_id() == -1:  # somebody reads `grad_fn._saved_…` outside a backward
             self.empty()

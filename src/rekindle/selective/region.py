@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rekindle import observation
+from rekindle.attachment import tell
 from rekindle.emptying import empty_when_backward_ends, empty_when_group_dies
 from rekindle.errors import CheckpointError
 from rekindle.internals import (
@@ -125,7 +126,11 @@ class Region:
     def _make(self, value: Value, made: list[Value]) -> Tensor:
         task, group = graph_task_id(), exec_group()
         for_good = task != -1 and group is None and not keep_graph() and runs_whole_graph()
-        ops = make(value, made, for_good)
+        try:
+            ops = make(value, made, for_good)
+        except torch.OutOfMemoryError as error:
+            tell(error, self.function)
+            raise
         if observation.active and self._watch is not None:
             self._watch.replayed(ops, again=self._replayed_in == _occasion(task, group))
         self._replayed_in = _occasion(task, group)

@@ -1,0 +1,76 @@
+"""What stands on a module beside its fate: who put it there, and the hooks that go with it.
+
+It sits in the module's own `__dict__`, so that a copy or a pickle of the module has one of its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+_NAME = "_rekindle_attached"
+
+
+class Attachable(Protocol):
+    """Who stands on modules."""
+
+    is_on: bool
+    """Turned off while a model is measured."""
+
+    def tell(self, error: torch.OutOfMemoryError) -> None:
+        """Add to an error what it knows."""
+
+
+@dataclass(eq=False)
+class _Attached:
+    who: Attachable
+    handles: list[RemovableHandle]
+
+
+def attach(module: nn.Module, who: Attachable, *handles: RemovableHandle) -> None:
+    """Let somebody stand on a module, with hooks of theirs; whoever stood there is taken off."""
+    detach(module)
+    vars(module)[_NAME] = _Attached(who, list(handles))
+
+
+def attached(module: nn.Module) -> Attachable | None:
+    """Who stands on a module."""
+    found = vars(module).get(_NAME)
+    return None if found is None else found.who
+
+
+def detach(module: nn.Module) -> None:
+    """Take off whoever stands on a module, and the hooks."""
+    found = vars(module).pop(_NAME, None)
+    if found is not None:
+        for handle in found.handles:
+            handle.remove()
+
+
+Aside = dict[nn.Module, _Attached]
+
+
+def set_aside(model: nn.Module) -> Aside:
+    """Turn off whoever stands on the modules of a model; hooks stay in their places."""
+    found = {m: vars(m).pop(_NAME) for m in model.modules() if _NAME in vars(m)}
+    for each in found.values():
+        each.who.is_on = False
+    return found
+
+
+def put_back(aside: Aside) -> None:
+    """Undo `set_aside`."""
+    for module, each in aside.items():
+        vars(module)[_NAME] = each
+        each.who.is_on = True
+
+
+def tell(error: torch.OutOfMemoryError, function: Callable[..., Any]) -> None:
+    """Have an error in a region told to whoever stands on its module."""
+    module = getattr(function, "__self__", function)
+    who = attached(module) if isinstance(module, nn.Module) else None
+    if who is not None:
+        who.tell(error)

@@ -1,0 +1,53 @@
+"""Models that keep a cache of keys and values, as those of transformers do, run without it.
+
+A replay would write to the cache a second time.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+def forbid_cache(module: nn.Module, always: bool = False) -> RemovableHandle | None:
+    """Have a module called with `use_cache=False` while it trains; None if it takes no such thing.
+
+    Args:
+        module: the module.
+        always: in evaluation too.
+    """
+    names = _parameters(type(module))
+    if "use_cache" not in names:
+        return None
+    hook = partial(_without_cache, names.index("use_cache") - 1, always)  # less self
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _parameters(kind: type[nn.Module]) -> list[str]:
+    try:
+        return list(inspect.signature(kind.forward).parameters)
+    except (TypeError, ValueError):  # a scripted module has no signature
+        return []
+
+
+def _without_cache(position: int, always: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not (module.training or always):
+        return None
+    if len(args) > position:
+        return (*args[:position], False, *args[position + 1 :]), kwargs
+    return args, {**kwargs, "use_cache": False}
+
+
+@contextmanager
+def no_caches(model: nn.Module) -> Iterator[None]:
+    """No module of a model keeps a cache inside."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            handle = forbid_cache(module, always=True)
+            if handle is not None:
+                stack.callback(handle.remove)
+        yield
