@@ -331,7 +331,8 @@ def offloading(option: Option, graph: Graph) -> list[Option]:
     for op in graph.ops:
         if op.number in option.kept and not any(graph.values[v].changes for v in op.outputs):
             sizes[op.number] = sum(graph.values[v].nbytes for v in op.outputs if v in graph.saved)
-    largest = sorted((number for number in sizes if sizes[number]), key=lambda n: -sizes[n])
+    worth = max(sum(sizes.values()) // 100, 1)
+    largest = sorted((n for n, nbytes in sizes.items() if nbytes >= worth), key=lambda n: -sizes[n])
     found = []
     for count in range(1, len(largest) + 1):
         away = largest[:count]

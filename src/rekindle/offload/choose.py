@@ -86,7 +86,8 @@ def choose(
     ceilings: tuple[int, ...] = ()
     if quota is not None and not hurries:
         gone = _out_in_time(entries, able, float("inf"), link.out)
-        ceilings = _heights(entries, gone)
+        slack = lead_of(sizes)  # so that a copy that is a little late is not waited for
+        ceilings = tuple(height + slack for height in _heights(entries, gone))
         ceiling = _ceiling(sizes, moved, max(ceilings, default=0))
     return Choice(moved, ceiling, _fetch_in_time(entries, order, moved, link), ceilings)
 
