@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from rekindle.budget import profiling
+from rekindle.budget import fake, profiling
 from rekindle.budget.agreement import agreed, highest
 from rekindle.budget.memory import metered
 from rekindle.budget.plan import Plan
@@ -31,14 +31,36 @@ class BudgetError(RekindleError):
     """No plan keeps a training step within the budget."""
 
 
-def profile(model: nn.Module, batch: Any, *, optimizer: Any = None) -> Profile:
+def profile(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: Any = None,
+    device: str | torch.device | None = None,
+    like: str | Profile | None = None,
+) -> Profile:
     """Measure a model's training step, block by block. The model ends as it was.
+
+    With `device="meta"` nothing is measured: the step runs on tensors without memory, and no device
+    is needed. The model and the batch may be on any, the meta device too.
+
+    >>> import torch, rekindle
+    >>> with torch.device("meta"):
+    ...     layer = torch.nn.TransformerEncoderLayer(8192, 64, 28672, batch_first=True)
+    ...     model, batch = torch.nn.TransformerEncoder(layer, 4), torch.empty(1, 4096, 8192)
+    >>> profile = rekindle.profile(model, batch, device="meta", like="H100")
+    >>> plan = rekindle.solve(profile, budget="80GiB")
+    >>> plan.device
+    'H100'
 
     Args:
         model: the model, on its device.
         batch: what the model is called with: a tensor, a tuple, a dict; or a function without
             arguments that runs a forward and returns the loss.
         optimizer: the optimizer, for the size of its state.
+        device: `"meta"`, or nothing for the model's own.
+        like: with `device="meta"`, where times come from: the name of a device, such as `"H200"`,
+            or a profile of the same model that was measured. The model's own device, if it has one.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"profile() takes a model, but got {type(model).__name__}")
@@ -51,8 +73,32 @@ def profile(model: nn.Module, batch: Any, *, optimizer: Any = None) -> Profile:
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer should be one, but got {type(optimizer).__name__}")
+    on_meta = _is_meta(device)
+    if like is not None and not on_meta:
+        raise ValueError('like= is for device="meta": elsewhere, times are measured')
+    if like is not None and not isinstance(like, str | Profile):
+        raise TypeError(
+            f"like should be the name of a device or a profile, but got {type(like).__name__}"
+        )
     _need_scipy()
-    return profiling.measure(model, batch, optimizer)
+    if on_meta:
+        return fake.imagine(model, batch, optimizer, like)
+    for name, parameter in model.named_parameters():
+        if fake.has_no_memory(parameter):
+            raise ValueError(
+                f"{name} has no memory: there is nothing to measure. "
+                'With device="meta", and like="H200" or such, it is profiled all the same.'
+            )
+    own = next(model.parameters()).device
+    return profiling.measure(model, batch, optimizer, profiling.bench_of(own))
+
+
+def _is_meta(device: Any) -> bool:
+    if device is None:
+        return False
+    if isinstance(device, str | torch.device) and str(device) == "meta":
+        return True
+    raise ValueError(f'device should be "meta", or nothing to measure, but got {device!r}')
 
 
 def solve(profile: Profile, budget: int | str) -> Plan:

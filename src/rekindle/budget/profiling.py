@@ -18,7 +18,7 @@ from rekindle.budget.agreement import agreed
 from rekindle.budget.alone import Lone
 from rekindle.budget.graph import Graph
 from rekindle.budget.memory import Meter, bytes_of, metered
-from rekindle.budget.timing import RUNS, now, timed
+from rekindle.budget.timing import RUNS, Clock, DeviceClock, now
 from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.modules.application import apply, remove
 from rekindle.modules.blocks import blocks_of
@@ -88,30 +88,48 @@ def _loss_of(out: Any) -> Tensor:
     return torch.stack([leaf.float().sum() for leaf in leaves]).sum()
 
 
-def measure(model: nn.Module, batch: Any, optimizer: Any = None) -> Profile:
+@dataclass(frozen=True)
+class Bench:
+    """What a step is run on, and what is known of it."""
+
+    device: torch.device
+    name: str
+    clock: Clock
+    bytes_per_second: float
+    """To host memory and back; 0 if there is no way."""
+    known: Profile | None = None
+    """If its blocks were measured before: that profile."""
+
+
+def bench_of(device: torch.device) -> Bench:
+    """A device that is there, to be measured."""
+    return Bench(device, _name(device), DeviceClock(device), _bandwidth(device))
+
+
+def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profile:
     """The profile of a model's training step; the model ends as it was."""
-    device = next(model.parameters()).device
+    device = bench.device
     step = Step(model, batch)
     blocks = blocks_of(model)
     with untouched(model):
         static = _static_bytes(model, optimizer, device, step)
-        seen, seconds = _outline(step, blocks, device)
+        seen, seconds = _outline(step, blocks, bench)
         if not seen.order:
             raise ValueError("The step ran none of the model's blocks: does it call the model?")
-        profiles, order = _profiles(blocks, seen, device)
+        profiles, order = _profiles(blocks, seen, bench)
     spent = sum(
         next(o for o in profiles[index].options if o.fate == "recompute").seconds
         for _, index in order
     )
     return Profile(
         model=type(model).__name__,
-        device=_name(device),
+        device=bench.name,
         batch=step.shapes(),
         static_bytes=static,
         before_bytes=seen.before,
         rest_peak=seen.rest_peak,
         rest_seconds=max(seconds - spent, 0.0),
-        bytes_per_second=_bandwidth(device),
+        bytes_per_second=bench.bytes_per_second,
         blocks=tuple(profiles),
         order=tuple(order),
     )
@@ -145,16 +163,16 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def _outline(step: Step, blocks: dict[str, nn.Module], device: torch.device) -> tuple[_Seen, float]:
+def _outline(step: Step, blocks: dict[str, nn.Module], bench: Bench) -> tuple[_Seen, float]:
     """A step with every block recomputed: what its blocks are given, and what is around them."""
     apply(step.model, dict.fromkeys(blocks, "recompute"))
     seen = _Seen()
     known = [*step.model.parameters(), *step.model.buffers()]
     known += [p.grad for p in step.model.parameters() if p.grad is not None]
     known += [t for t in tree_leaves(step.batch) if isinstance(t, Tensor)]
-    with metered(device, known) as meter, _watched(blocks, seen, meter):
+    with metered(bench.device, known) as meter, _watched(blocks, seen, meter):
         step()
-    seconds = timed(step, device)
+    seconds = bench.clock.timed(step)
     remove(step.model)
     return seen, seconds
 
@@ -196,21 +214,38 @@ def _watched(blocks: dict[str, nn.Module], seen: _Seen, meter: Meter) -> Iterato
 
 
 def _profiles(
-    blocks: dict[str, nn.Module], seen: _Seen, device: torch.device
+    blocks: dict[str, nn.Module], seen: _Seen, bench: Bench
 ) -> tuple[list[BlockProfile], list[tuple[str, int]]]:
     profiles: list[BlockProfile] = []
-    known: dict[str, int] = {}
+    known: dict[tuple[str, str], int] = {}
     order = []
     for path in seen.order:
         block, call = blocks[path], seen.calls[path]
-        signature = f"{_signature(block, call)} in {seen.around[path]}"
-        if signature not in known:
-            known[signature] = len(profiles)
-            with ambient.entered(seen.around[path]):
-                options = _menu(block, call, device)
-            profiles.append(BlockProfile(type(block).__name__, signature, options))
-        order.append((path, known[signature]))
+        key = signature, around = _signature(block, call), str(seen.around[path])
+        if key not in known:
+            known[key] = len(profiles)
+            if bench.known is not None:
+                options = _known_menu(bench.known, path, signature, around)
+            else:
+                with ambient.entered(seen.around[path]):
+                    options = _menu(block, call, bench)
+            profiles.append(BlockProfile(type(block).__name__, signature, options, around))
+        order.append((path, known[key]))
     return profiles, order
+
+
+def _known_menu(known: Profile, path: str, signature: str, around: str) -> tuple[Option, ...]:
+    """The menu of a block that was measured before."""
+    found = [block for block in known.blocks if block.signature == signature]
+    if len(found) > 1:  # what is around a block says, too, which devices there are
+        found = [block for block in found if block.around == around]
+    if not found:
+        measured = "".join(f"\n  {block.signature}" for block in known.blocks)
+        raise ValueError(
+            f"The block {path!r} is not among those that were measured on {known.device}:\n"
+            f"  {signature}\nThose are:{measured}"
+        )
+    return found[0].options
 
 
 def _signature(block: nn.Module, call: tuple[Any, Any]) -> str:
@@ -218,17 +253,17 @@ def _signature(block: nn.Module, call: tuple[Any, Any]) -> str:
     return f"{type(block).__name__}({', '.join(shapes)}) of {tree_map(_shape, call)}"
 
 
-def _menu(block: nn.Module, call: tuple[Any, Any], device: torch.device) -> tuple[Option, ...]:
+def _menu(block: nn.Module, call: tuple[Any, Any], bench: Bench) -> tuple[Option, ...]:
     """The options of a block, each measured, without those that another is better than."""
     from rekindle.budget.menu import keep_sets  # needs scipy  # noqa: PLC0415
 
-    run = Lone(block, call, device)
+    run = Lone(block, call, bench.device, bench.clock)
     graph = run.graph()
     candidates = [Option("keep"), Option("recompute")]
     candidates += [Option("select", tuple(sorted(kept))) for kept in keep_sets(graph)]
     candidates = agreed(candidates)  # a block that is sharded is gathered by all ranks at a time
     options = [run.measured(option) for option in candidates]
-    if device.type == "cuda":
+    if bench.bytes_per_second:
         everything = tuple(sorted(graph.ops[m].number for m in _makers(graph)))
         whole = run.measured(Option("select", everything))
         options += [

@@ -1,6 +1,10 @@
 """What passes between measuring, choosing and applying: plain values, that print and compare."""
 
+import os
 from dataclasses import dataclass, field
+from typing import Any
+
+from rekindle.budget import saving
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,12 @@ class Option:
         return ", ".join([*parts, "recompute the rest"])
 
 
+def option_of(values: dict[str, Any]) -> Option:
+    """An option as it was saved."""
+    lists = {name: tuple(values[name]) for name in ("kept", "offloaded")}
+    return Option(**{**values, **lists})
+
+
 @dataclass(frozen=True)
 class BlockProfile:
     """What was measured of a block that occurs once or more."""
@@ -48,6 +58,8 @@ class BlockProfile:
     signature: str
     """What tells blocks apart: class, parameters, inputs."""
     options: tuple[Option, ...]
+    around: str = ""
+    """What tells them apart, too: what was around them, such as autocast."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +88,28 @@ class Profile:
         """The menu at one place of the forward."""
         return self.blocks[self.order[position][1]].options
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        saving.save(self, "profile", path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Profile":
+        """Read what `save` wrote."""
+        return saving.load(_profile_of, "profile", path)
+
     def __str__(self) -> str:
         from rekindle.budget.text import format_profile  # noqa: PLC0415
 
         return format_profile(self)
+
+
+def _profile_of(values: dict[str, Any]) -> Profile:
+    blocks = tuple(
+        BlockProfile(**{**block, "options": tuple(map(option_of, block["options"]))})
+        for block in values.pop("blocks")
+    )
+    order = tuple((path, index) for path, index in values.pop("order"))
+    return Profile(blocks=blocks, order=order, **values)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rekindle.compiled.handover import SAC_IGNORED_OPS
-from rekindle.internals import FAKE, PROXY, capturing, entered_mode
+from rekindle.internals import ASKS_DEVICE, FAKE, PROXY, capturing, entered_mode
 from rekindle.replay import rng as random_state
 from rekindle.replay.switches import recomputing
 from rekindle.selective import backends
@@ -177,7 +177,7 @@ class RecordMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if _running.is_blind or self.is_inside_a_trace():
+        if _running.is_blind or func is ASKS_DEVICE or self.is_inside_a_trace():
             return func(*args, **(kwargs or {}))
         if self.book.fresh:
             _running.is_blind = True
