@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rekindle.budget.execute import what_of
 from rekindle.budget.graph import Graph, record
 from rekindle.budget.memory import metered
-from rekindle.budget.timing import Clock
+from rekindle.budget.timing import RUNS, Clock
 from rekindle.budget.values import Option
 from rekindle.modules.application import apply, remove
 
@@ -36,9 +36,10 @@ class Lone:
         if what != "keep":
             apply(self._block, {"": what})
         try:
-            self._once()
+            if not self._clock.is_exact:
+                self._once()
             memory = self._memory()
-            times = [self._once() for _ in range(self._clock.runs)]
+            times = [self._once() for _ in range(1 if self._clock.is_exact else RUNS)]
         finally:
             remove(self._block)
         forward, backward = (min(t[i] for t in times) for i in (0, 1))

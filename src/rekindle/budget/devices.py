@@ -129,7 +129,7 @@ def _plain(name: str) -> str:
 class OpClock(TorchDispatchMode):
     """A clock that goes on by what each op that runs would take on a device."""
 
-    runs = 1
+    is_exact = True
 
     def __init__(self, device: Device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

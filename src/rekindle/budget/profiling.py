@@ -170,9 +170,12 @@ def _outline(step: Step, blocks: dict[str, nn.Module], bench: Bench) -> tuple[_S
     known = [*step.model.parameters(), *step.model.buffers()]
     known += [p.grad for p in step.model.parameters() if p.grad is not None]
     known += [t for t in tree_leaves(step.batch) if isinstance(t, Tensor)]
+    clock = bench.clock
     with metered(bench.device, known) as meter, _watched(blocks, seen, meter):
+        begin = clock.mark()
         step()
-    seconds = bench.clock.timed(step)
+        end = clock.mark()
+    seconds = clock.seconds(begin, end) if clock.is_exact else clock.timed(step)
     remove(step.model)
     return seen, seconds
 

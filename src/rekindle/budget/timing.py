@@ -13,8 +13,8 @@ RUNS = 3
 class Clock(Protocol):
     """Where times come from: from what runs, or from what is known of a device."""
 
-    runs: int
-    """How often something is to be timed."""
+    is_exact: bool
+    """Whether the same work takes the same time, from the first run on."""
 
     def keep_busy(self) -> None:
         """Before a block is run alone: as if it were in the middle of a step."""
@@ -39,7 +39,7 @@ class DeviceClock:
     felt. Alone, a block would wait for the host at every op. So the device is kept busy first.
     """
 
-    runs = RUNS
+    is_exact = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
