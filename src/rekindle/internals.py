@@ -104,6 +104,11 @@ def torch_function_enabled() -> AbstractContextManager[Any]:
     return torch._C._EnableTorchFunction()
 
 
+def torch_function_disabled() -> AbstractContextManager[Any]:
+    """`__torch_function__` off, that of modes too. No public form."""
+    return torch._C.DisableTorchFunction()
+
+
 def outside_func_transforms() -> AbstractContextManager[Any]:
     """Leaves all `torch.func` transforms for a while. No public form."""
     return temporarily_clear_interpreter_stack()

@@ -212,7 +212,7 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     *batch, tokens, width = given["query"].shape
-    product = 2.0 * torch.Size(batch).numel() * tokens * given["key"].shape[-2] * width
+    product: float = 2.0 * torch.Size(batch).numel() * tokens * given["key"].shape[-2] * width
     products = 5 if _opname(func).endswith("_backward") else 2
     return product * products * (0.5 if given.get("is_causal") else 1.0)
 

@@ -7,7 +7,7 @@ a real device behind any other.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rekindle.budget.as_on_cuda import AsOnCuda
 from rekindle.budget.devices import Device, OpClock, device_named, device_of, known_devices
 from rekindle.budget.profiling import Bench, Step, measure
 from rekindle.budget.values import Profile
@@ -29,7 +30,8 @@ from rekindle.errors import RekindleError
 from rekindle.internals import storage_key, without_modes
 
 CPU = torch.device("cpu")
-_TIMELESS = Device("none", *[float("inf")] * 4, link=0.0, memory_bytes=0, launch=0.0)
+_INF = float("inf")
+_TIMELESS = Device("none", _INF, _INF, _INF, _INF, link=0.0, memory_bytes=0, launch=0.0)
 
 
 def imagine(model: nn.Module, batch: Any, optimizer: Any, like: str | Profile | None) -> Profile:
@@ -38,7 +40,7 @@ def imagine(model: nn.Module, batch: Any, optimizer: Any, like: str | Profile | 
     if isinstance(like, Profile):
         return _imagine_by(like, model, batch, optimizer)
     device = _device(model, like)
-    with faked(model, batch) as given, OpClock(device) as clock:
+    with faked(model, batch, device.name) as given, OpClock(device) as clock:
         bench = Bench(CPU, device.name, clock, device.bytes_per_second)
         return measure(model, given, optimizer, bench)
 
@@ -55,7 +57,7 @@ def _imagine_by(like: Profile, model: nn.Module, batch: Any, optimizer: Any) -> 
             f"The profile is of a batch of {like.batch}, but this one is of {shapes}: times of "
             "another batch cannot be told from it"
         )
-    with faked(model, batch) as given, OpClock(_TIMELESS) as clock:
+    with faked(model, batch, like.device) as given, OpClock(_TIMELESS) as clock:
         bench = Bench(CPU, like.device, clock, like.bytes_per_second, known=like)
         return replace(measure(model, given, optimizer, bench), rest_seconds=like.rest_seconds)
 
@@ -165,8 +167,8 @@ _MANY = 1 << 18
 
 
 @contextmanager
-def faked(model: nn.Module, batch: Any) -> Iterator[Any]:
-    """Inside, the model's tensors are fake; gives the batch with fake tensors."""
+def faked(model: nn.Module, batch: Any, name: str) -> Iterator[Any]:
+    """Inside, the model's tensors are fake, as on a device; gives the batch with fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode)
     own = list(_places(model))
@@ -175,7 +177,8 @@ def faked(model: nn.Module, batch: Any) -> Iterator[Any]:
         for tensors, name, tensor in own:
             tensors[name] = fakes.of(tensor)
         given = tree_map(lambda leaf: _given(leaf, fakes), batch)
-        with mode, _WholeNumbers():  # type: ignore[no-untyped-call]
+        on_device = nullcontext() if name == "cpu" else AsOnCuda()
+        with on_device, mode, _WholeNumbers():  # type: ignore[no-untyped-call]
             yield given
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RekindleError(
@@ -209,5 +212,3 @@ def _places(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
 def has_no_memory(tensor: Tensor) -> bool:
     """Whether there is nothing behind a tensor."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
