@@ -1,6 +1,7 @@
 """The budget: profile a model's blocks, choose the fate of every activation, and make it fit.
 
 The front door is `front`. `profiling` measures a step, with each block run `alone`; `graph` and
-`menu` find the options worth having; `simulate` and `solving` choose one for each block; `plan` is
-the choice as a value; `execute` is what a block is given to carry it out.
+`menu` find the options worth having; `imagining` does without a device, on `fake` tensors and with
+the table of `devices`; `simulate` and `solving` choose one for each block; `plan` is the choice as
+a value; `execute` is what a block is given to carry it out.
 """

@@ -134,7 +134,8 @@ class OpClock(TorchDispatchMode):
     def __init__(self, device: Device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self._now = 0.0
+        self._now = 0
+        """In whole parts of a second: so the same ops take the same time, whatever was before."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -145,24 +146,27 @@ class OpClock(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self._now += seconds_of(self._device, func, args, kwargs, out)
+        self._now += round(seconds_of(self._device, func, args, kwargs, out) * _PARTS)
         return out
 
     def keep_busy(self) -> None:
         """It always is."""
 
-    def mark(self) -> float:
+    def mark(self) -> int:
         return self._now
 
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
+    def seconds(self, begin: int, end: int) -> float:
+        return (end - begin) / _PARTS
 
     op_seconds = seconds
 
     def timed(self, step: Callable[[], None]) -> float:
         begin = self._now
         step()
-        return self._now - begin
+        return self.seconds(begin, self._now)
+
+
+_PARTS = 10**15
 
 
 def seconds_of(

@@ -1,14 +1,12 @@
-"""A model's training step on tensors without memory: nothing is allocated, nothing computed.
+"""A model on tensors without memory: nothing is allocated, nothing computed.
 
 Parameters, buffers and the batch have fake tensors in their place for a while. Ops on these tell
-shapes and lifetimes as real ones do, so that bytes are exact; times come from the table of devices,
-or from a profile that was measured. Fake tensors say that they are on a CPU, because autograd wants
-a real device behind any other.
+shapes and lifetimes as real ones do. They say that they are on a CPU, because autograd wants a real
+device behind any other.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,56 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.budget.as_on_cuda import AsOnCuda
-from rekindle.budget.devices import Device, OpClock, device_named, device_of, known_devices
-from rekindle.budget.profiling import Bench, Step, measure
-from rekindle.budget.values import Profile
 from rekindle.errors import RekindleError
-from rekindle.internals import storage_key, without_modes
+from rekindle.internals import ASKS_DEVICE, storage_key, without_modes
 
 CPU = torch.device("cpu")
-_INF = float("inf")
-_TIMELESS = Device("none", _INF, _INF, _INF, _INF, link=0.0, memory_bytes=0, launch=0.0)
-
-
-def imagine(model: nn.Module, batch: Any, optimizer: Any, like: str | Profile | None) -> Profile:
-    """The profile of a model's training step as on a device that need not be there."""
-    refuse_what_has_no_fake(model)
-    if isinstance(like, Profile):
-        return _imagine_by(like, model, batch, optimizer)
-    device = _device(model, like)
-    with faked(model, batch, device.name) as given, OpClock(device) as clock:
-        bench = Bench(CPU, device.name, clock, device.bytes_per_second)
-        return measure(model, given, optimizer, bench)
-
-
-def _imagine_by(like: Profile, model: nn.Module, batch: Any, optimizer: Any) -> Profile:
-    """With blocks, and times of the rest, as they were measured."""
-    if type(model).__name__ != like.model:
-        raise ValueError(
-            f"The profile is of a {like.model}, but the model is a {type(model).__name__}"
-        )
-    shapes = Step(model, batch).shapes()
-    if shapes != like.batch:
-        raise ValueError(
-            f"The profile is of a batch of {like.batch}, but this one is of {shapes}: times of "
-            "another batch cannot be told from it"
-        )
-    with faked(model, batch, like.device) as given, OpClock(_TIMELESS) as clock:
-        bench = Bench(CPU, like.device, clock, like.bytes_per_second, known=like)
-        return replace(measure(model, given, optimizer, bench), rest_seconds=like.rest_seconds)
-
-
-def _device(model: nn.Module, like: str | None) -> Device:
-    if like is not None:
-        return device_named(like)
-    first = next(model.parameters())
-    device = None if has_no_memory(first) else device_of(first.device)
-    if device is None:
-        raise ValueError(
-            'With device="meta", like= says which device the times are those of: a profile that '
-            f"was measured, or one of {known_devices()}"
-        )
-    return device
 
 
 class Fakes:
@@ -84,6 +36,7 @@ class Fakes:
         self._storages: dict[tuple[int, torch.dtype], Tensor] = {}
         self._alive: list[Tensor] = []
         """So that no address is used twice."""
+        self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
         """The fake of a tensor, which is a parameter if that is one."""
@@ -99,6 +52,23 @@ class Fakes:
             self._known[id(tensor)] = fake
         return fake
 
+    def of_foreign(self, leaf: Any) -> Any:
+        """The fake of a tensor from somewhere else, unless it is one or has whole numbers."""
+        if not isinstance(leaf, Tensor) or _is_whole(leaf):
+            return leaf
+        if isinstance(leaf, FakeTensor):
+            return leaf if leaf.fake_mode is self._mode else self.of(leaf)
+        if type(leaf) not in _PLAIN:
+            return leaf
+        if leaf.is_leaf and leaf.requires_grad:
+            self._gradients.setdefault(id(leaf), (leaf, leaf.grad))
+        return self.of(leaf)
+
+    def restore_gradients(self) -> None:
+        """Of tensors from somewhere else: as they were."""
+        for tensor, gradient in self._gradients.values():
+            tensor.grad = gradient
+
     def _like(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         key = storage_key(storage), tensor.dtype
@@ -112,7 +82,7 @@ class Fakes:
 def refuse_what_has_no_fake(model: nn.Module) -> None:
     """An error for tensors of which no fake can be made."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer, FakeTensor):
+        if type(tensor) not in (*_PLAIN, FakeTensor):
             raise ValueError(
                 f"{name} is a {type(tensor).__name__}: without memory, plain tensors can be "
                 "profiled. Profile the model before it is sharded or quantized."
@@ -121,11 +91,16 @@ def refuse_what_has_no_fake(model: nn.Module) -> None:
             raise ValueError(f"{name} is not strided: it cannot be profiled without memory")
 
 
-class _WholeNumbers(TorchDispatchMode):
-    """Small tensors of whole numbers that are made from nothing fake are real.
+class _FakeOrWhole(TorchDispatchMode):
+    """What ops are given is fake, wherever it comes from, but for small tensors of whole numbers.
 
-    Models look at positions and masks, to leave out what is not needed: they find what they would.
+    Models look at positions and masks, to leave out what is not needed. So whole numbers that are
+    made from nothing fake are real: the model finds what it would.
     """
+
+    def __init__(self, fakes: Fakes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fakes = fakes
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -135,16 +110,20 @@ class _WholeNumbers(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if FakeTensor in types:
+        if func is ASKS_DEVICE:
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not all(map(_is_whole, given)):
-            return func(*args, **kwargs)
+        if all(map(_is_whole, given)):
+            return self._run_whole(func, args, kwargs)
+        if not all(isinstance(tensor, FakeTensor) for tensor in given):
+            args, kwargs = tree_map(self._fakes.of_foreign, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _run_whole(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            if not given:
-                raise
+            pass
         else:
             made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
             if not made or not all(tensor.device == CPU and _has_whole(tensor) for tensor in made):
@@ -164,21 +143,21 @@ def _has_whole(tensor: Tensor) -> bool:
 
 
 _MANY = 1 << 18
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 @contextmanager
-def faked(model: nn.Module, batch: Any, name: str) -> Iterator[Any]:
+def faked(model: nn.Module, batch: Any, *, as_on: str = "cpu") -> Iterator[Any]:
     """Inside, the model's tensors are fake, as on a device; gives the batch with fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode)
     own = list(_places(model))
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
     try:
         for tensors, name, tensor in own:
             tensors[name] = fakes.of(tensor)
-        given = tree_map(lambda leaf: _given(leaf, fakes), batch)
-        on_device = nullcontext() if name == "cpu" else AsOnCuda()
-        with on_device, mode, _WholeNumbers():  # type: ignore[no-untyped-call]
+        given = tree_map(fakes.of_foreign, batch)
+        on_device = nullcontext() if as_on == "cpu" else AsOnCuda()
+        with on_device, mode, _FakeOrWhole(fakes):
             yield given
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RekindleError(
@@ -188,12 +167,7 @@ def faked(model: nn.Module, batch: Any, name: str) -> Iterator[Any]:
     finally:
         for tensors, name, tensor in own:
             tensors[name] = tensor
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-
-
-def _given(leaf: Any, fakes: Fakes) -> Any:
-    return leaf if not isinstance(leaf, Tensor) or _is_whole(leaf) else fakes.of(leaf)
+        fakes.restore_gradients()
 
 
 def _places(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from rekindle.budget import fake, profiling
+from rekindle.budget import profiling
 from rekindle.budget.agreement import agreed, highest
+from rekindle.budget.devices import Device
+from rekindle.budget.fake import has_no_memory
+from rekindle.budget.imagining import Like, imagine
 from rekindle.budget.memory import metered
 from rekindle.budget.plan import Plan
 from rekindle.budget.simulate import simulate
@@ -37,7 +40,7 @@ def profile(
     *,
     optimizer: Any = None,
     device: str | torch.device | None = None,
-    like: str | Profile | None = None,
+    like: Like = None,
 ) -> Profile:
     """Measure a model's training step, block by block. The model ends as it was.
 
@@ -59,8 +62,8 @@ def profile(
             arguments that runs a forward and returns the loss.
         optimizer: the optimizer, for the size of its state.
         device: `"meta"`, or nothing for the model's own.
-        like: with `device="meta"`, where times come from: the name of a device, such as `"H200"`,
-            or a profile of the same model that was measured. The model's own device, if it has one.
+        like: with `device="meta"`, where times come from: a device, such as `"H200"`, or a profile
+            of the same model that was measured. If not given, the device that the model is on.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"profile() takes a model, but got {type(model).__name__}")
@@ -76,15 +79,15 @@ def profile(
     on_meta = _is_meta(device)
     if like is not None and not on_meta:
         raise ValueError('like= is for device="meta": elsewhere, times are measured')
-    if like is not None and not isinstance(like, str | Profile):
+    if like is not None and not isinstance(like, str | Device | Profile):
         raise TypeError(
             f"like should be the name of a device or a profile, but got {type(like).__name__}"
         )
     _need_scipy()
     if on_meta:
-        return fake.imagine(model, batch, optimizer, like)
+        return imagine(model, batch, optimizer, like)
     for name, parameter in model.named_parameters():
-        if fake.has_no_memory(parameter):
+        if has_no_memory(parameter):
             raise ValueError(
                 f"{name} has no memory: there is nothing to measure. "
                 'With device="meta", and like="H200" or such, it is profiled all the same.'
