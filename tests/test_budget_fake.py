@@ -275,12 +275,9 @@ def test_views_and_memory_that_nobody_writes_take_no_time() -> None:
 
 
 def test_what_is_picked_from_a_large_table_counts_and_not_the_table() -> None:
-    rows = torch.empty(1000, dtype=torch.long, device="meta")
-
     def pick() -> None:
         nn.functional.embedding(torch.empty(1000, dtype=torch.long), torch.empty(MIB, 64))
 
-    assert rows.numel() == 1000
     assert taken(pick) == pytest.approx(1 + 2 * 4 * 64 * 1000 / 5e8)
 
 
@@ -400,12 +397,11 @@ def test_dropout_and_attention_with_dropout_are_as_on_a_gpu(dtype: torch.dtype) 
 def test_blocks_with_dropout_are_replayed_as_on_a_gpu() -> None:
     model = nn.Sequential(*(Dropping() for _ in range(2)))
     profile = rekindle.profile(model, torch.randn(2, 4, 16, 8), device="meta", like="H100")
-    mask, size = 2 * 4 * 16 * 8, 4 * 2 * 4 * 16 * 8
-    statistics = 4 * 2 * 4 * 32
-    keep = profile.blocks[-1].options[0]
+    keep = profile.blocks[0].options[0]
     assert keep.fate == "keep"
-    # The linear layer's result, the attention's with its statistics, and the mask with the result.
-    assert keep.bytes_held - (3 * size + mask + statistics) in range(64)
+    # Results of the product, attention, and dropout; attention's statistics and seed; the mask.
+    size, statistics, seed, mask = 4 * 1024, 4 * 2 * 4 * 32, 2 * 8, 1024
+    assert keep.bytes_held == 3 * size + statistics + seed + mask
 
 
 class Deciding(nn.Module):
@@ -454,9 +450,6 @@ def test_a_mask_of_the_batch_may_be_looked_at() -> None:
     model, batch = gpt2()
     mask = torch.ones_like(batch["input_ids"])
     whole = rekindle.profile(model, {**batch, "attention_mask": mask}, device="meta", like="cpu")
-    assert "'attention_mask': None" in whole.blocks[0].signature or "None" in (
-        whole.blocks[0].signature
-    )
     model, batch = padded_gpt2()
     hidden = rekindle.profile(model, batch, device="meta", like="cpu")
     assert "bool[2, 1, 16, 16]" in hidden.blocks[0].signature
