@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rekindle
 from benchmarks.decoder import Decoder, Shape
-from rekindle.budget.devices import DEVICES, Device, Efficiency, OpClock, device_named
+from rekindle.budget.devices import DEVICES, Device, Efficiency, OpClock, device_named, device_of
 from rekindle.budget.fake import faked
 from rekindle.budget.front import plain_prediction
 from rekindle.budget.graph import Graph
@@ -553,6 +553,30 @@ def test_a_name_may_be_written_in_other_ways(name: str) -> None:
     assert device_named(name) in (DEVICES["RTX 4090"], DEVICES["A100-80GB"], DEVICES["cpu"])
 
 
+TOLD = {
+    "NVIDIA H200": "H200",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H100 PCIe": "H100-PCIe",
+    "NVIDIA A100-SXM4-80GB": "A100-80GB",
+    "NVIDIA A100-PCIE-40GB": "A100-40GB",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA L4": "L4",
+    "Tesla T4": "T4",
+    "NVIDIA GeForce RTX 4090": "RTX 4090",
+    "NVIDIA L40": None,
+    "NVIDIA T400": None,
+}
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_a_gpu_that_is_there_is_found_in_the_table(
+    told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: told)
+    found = device_of(torch.device("cuda", 0))
+    assert (found and found.name) == TOLD[told]
+
+
 def test_what_times_are_taken_must_be_said_for_a_model_on_the_meta_device() -> None:
     model = Stack(2, 16).to("meta")
     with pytest.raises(ValueError, match=r"like= says which device.*'H200'"):
@@ -682,3 +706,12 @@ def test_a_buffer_that_is_fake_teaches_nothing_of_the_real_one() -> None:
     seen.load_state_dict(fresh.state_dict())
     rekindle.profile(seen, batch, device="meta", like="cpu")
     assert all(map(same_bits, gradients_of(fresh), gradients_of(seen)))
+
+
+def test_the_page_lists_the_devices_of_the_table() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "budget.md").read_text()
+    for device in DEVICES.values():
+        link = f"{device.link / 1e9:.4g}" if device.link else "none"
+        rates = [device.half / 1e12, device.tf32 / 1e12, device.single / 1e12, device.memory / 1e9]
+        cells = [f"`{device.name}`", *(f"{rate:.4g}" for rate in rates), link]
+        assert f"| {' | '.join(cells)} | {device.memory_bytes >> 30} GiB |\n" in page

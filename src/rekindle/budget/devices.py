@@ -6,6 +6,7 @@ attention; ops without a formula are bounded by memory. No device reaches what i
 `Efficiency` says which share of it is counted on.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -108,13 +109,9 @@ def device_of(device: torch.device) -> Device | None:
     """The device of the table that a real one is, if any."""
     if device.type != "cuda":
         return DEVICES.get(device.type)
-    told = _plain(torch.cuda.get_device_name(device))  # such as "NVIDIA A100-SXM4-80GB"
-    fitting = [
-        known
-        for known in DEVICES.values()
-        if all(_plain(part) in told for part in known.name.replace("-", " ").split())
-    ]
-    return max(fitting, key=lambda known: len(known.name), default=None)
+    told = _words(torch.cuda.get_device_name(device))  # such as "NVIDIA A100-SXM4-80GB"
+    fitting = [known for known in DEVICES.values() if _words(known.name) <= told]
+    return max(fitting, key=lambda known: len(_words(known.name)), default=None)
 
 
 def known_devices() -> str:
@@ -124,6 +121,10 @@ def known_devices() -> str:
 
 def _plain(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"\w+", name.lower()))
 
 
 class OpClock(TorchDispatchMode):
