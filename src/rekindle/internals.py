@@ -75,6 +75,9 @@ func_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 runs_whole_graph: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
 """Whether the backward that runs was called without chosen inputs. No public form."""
 
+ASKS_DEVICE = torch.ops.prim.device.default
+"""What a dispatch mode sees when somebody asks a fake tensor for its device: no op of anybody's."""
+
 
 def capturing() -> bool:
     """Whether a CUDA graph is captured on the current stream: nothing may wait for the device."""
@@ -99,6 +102,11 @@ def without_modes() -> AbstractContextManager[Any]:
 def torch_function_enabled() -> AbstractContextManager[Any]:
     """`__torch_function__` on again: `backward` of a subclass turns it off. No public form."""
     return torch._C._EnableTorchFunction()
+
+
+def torch_function_disabled() -> AbstractContextManager[Any]:
+    """`__torch_function__` off, that of modes too. No public form."""
+    return torch._C.DisableTorchFunction()
 
 
 def outside_func_transforms() -> AbstractContextManager[Any]:

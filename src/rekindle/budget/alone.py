@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rekindle.budget.execute import what_of
 from rekindle.budget.graph import Graph, record
 from rekindle.budget.memory import metered
-from rekindle.budget.timing import RUNS, Stopwatch
+from rekindle.budget.timing import RUNS, Clock
 from rekindle.budget.values import Option
 from rekindle.modules.application import apply, remove
 
@@ -17,15 +17,18 @@ from rekindle.modules.application import apply, remove
 class Lone:
     """One block, to be run alone."""
 
-    def __init__(self, block: nn.Module, call: tuple[Any, Any], device: torch.device) -> None:
+    def __init__(
+        self, block: nn.Module, call: tuple[Any, Any], device: torch.device, clock: Clock
+    ) -> None:
         self._block = block
         self._call = call
         self._device = device
+        self._clock = clock
 
     def graph(self) -> Graph:
         args, kwargs = self._inputs()
         self._block(*args, **kwargs)  # once before, so that no kernel is chosen or loaded in it
-        return record(lambda: self._block(*args, **kwargs), self._device)
+        return record(lambda: self._block(*args, **kwargs), self._clock)
 
     def measured(self, option: Option) -> Option:
         """An option, with what it costs."""
@@ -33,9 +36,10 @@ class Lone:
         if what != "keep":
             apply(self._block, {"": what})
         try:
-            self._once()
+            if not self._clock.is_exact:
+                self._once()
             memory = self._memory()
-            times = [self._once() for _ in range(RUNS)]
+            times = [self._once() for _ in range(1 if self._clock.is_exact else RUNS)]
         finally:
             remove(self._block)
         forward, backward = (min(t[i] for t in times) for i in (0, 1))
@@ -81,16 +85,18 @@ class Lone:
     def _once(self) -> tuple[float, float]:
         """Seconds of a forward and of a backward, as they take in the middle of a step."""
         args, kwargs = self._inputs()
-        begin = Stopwatch(self._device)
+        clock = self._clock
+        clock.keep_busy()
+        begin = clock.mark()
         out = self._block(*args, **kwargs)
-        middle = begin.lap()
+        middle = clock.mark()
         outs, grads = _seeds(out)
         del out
-        middle.restart()
+        again = clock.mark()
         if outs:
             torch.autograd.backward(outs, grads)
-        end = middle.lap()
-        return begin.seconds(middle), middle.seconds(end)
+        end = clock.mark()
+        return clock.seconds(begin, middle), clock.seconds(again, end)
 
 
 def _seeds(out: Any, with_gradients: bool = True) -> tuple[list[Tensor], list[Tensor]]:

@@ -11,6 +11,9 @@ from torch import nn
 
 from rekindle.budget import profiling
 from rekindle.budget.agreement import agreed, highest, is_first
+from rekindle.budget.devices import Device
+from rekindle.budget.fake import has_no_memory
+from rekindle.budget.imagining import Like, imagine
 from rekindle.budget.memory import metered
 from rekindle.budget.plan import Plan
 from rekindle.budget.progress import Progress, each, shown, tell
@@ -34,15 +37,36 @@ class BudgetError(RekindleError):
 
 
 def profile(
-    model: nn.Module, batch: Any, *, optimizer: Any = None, progress: bool | None = None
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: Any = None,
+    device: str | torch.device | None = None,
+    like: Like = None,
+    progress: bool | None = None,
 ) -> Profile:
     """Measure a model's training step, block by block. The model ends as it was.
+
+    With `device="meta"` nothing is measured: the step runs on tensors without memory, and no device
+    is needed. The model and the batch may be on any, the meta device too.
+
+    >>> import torch, rekindle
+    >>> with torch.device("meta"):
+    ...     layer = torch.nn.TransformerEncoderLayer(8192, 64, 28672, batch_first=True)
+    ...     model, batch = torch.nn.TransformerEncoder(layer, 4), torch.empty(1, 4096, 8192)
+    >>> profile = rekindle.profile(model, batch, device="meta", like="H100")
+    >>> plan = rekindle.solve(profile, budget="80GiB")
+    >>> plan.device
+    'H100'
 
     Args:
         model: the model, on its device.
         batch: what the model is called with: a tensor, a tuple, a dict; or a function without
             arguments that runs a forward and returns the loss.
         optimizer: the optimizer, for the size of its state.
+        device: `"meta"`, or nothing for the model's own.
+        like: with `device="meta"`, where times come from: a device, such as `"H200"`, or a profile
+            of the same model that was measured. If not given, the device that the model is on.
         progress: whether to show how far it is, once it takes longer than two seconds: a bar on
             stderr (with rich; else lines in the log). None: if stderr is a terminal.
     """
@@ -57,15 +81,40 @@ def profile(
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer should be one, but got {type(optimizer).__name__}")
+    on_meta = _is_meta(device)
+    if like is not None and not on_meta:
+        raise ValueError('like= is for device="meta": elsewhere, times are measured')
+    if like is not None and not isinstance(like, str | Device | Profile):
+        raise TypeError(
+            f"like should be the name of a device or a profile, but got {type(like).__name__}"
+        )
     _need_scipy()
+    if on_meta:
+        with shown(_progress(progress)):
+            return imagine(model, batch, optimizer, like)
+    for name, parameter in model.named_parameters():
+        if has_no_memory(parameter):
+            raise ValueError(
+                f"{name} has no memory: there is nothing to measure. "
+                'With device="meta", and like="H200" or such, it is profiled all the same.'
+            )
+    own = next(model.parameters()).device
     with shown(_progress(progress)):
-        return profiling.measure(model, batch, optimizer)
+        return profiling.measure(model, batch, optimizer, profiling.bench_of(own))
 
 
 def _progress(wanted: Any) -> Progress:
     if wanted is not None and not isinstance(wanted, bool):
         raise TypeError(f"progress should be a bool or None, but got {type(wanted).__name__}")
     return Progress(wanted if is_first() else False)
+
+
+def _is_meta(device: Any) -> bool:
+    if device is None:
+        return False
+    if isinstance(device, str | torch.device) and str(device) == "meta":
+        return True
+    raise ValueError(f'device should be "meta", or nothing to measure, but got {device!r}')
 
 
 def solve(profile: Profile, budget: int | str) -> Plan:
@@ -263,7 +312,8 @@ def _fit(model: nn.Module, batch: Any, budget: int | str, optimizer: Any) -> Pla
 
 def fit_again(model: nn.Module, call: profiling.Call, fitting: Fitting) -> Plan:
     """Fit a model that was fitted before, to a larger call of it."""
-    measured = profiling.measure(model, call, fitting.optimizer_bytes)
+    bench = profiling.bench_of(next(model.parameters()).device)
+    measured = profiling.measure(model, call, fitting.optimizer_bytes, bench)
     before = plan_of(model)
     if before is not None:  # what a function does with the result is not seen: taken to grow too
         rest = fitting.rest_peak * elements(measured.inputs) // max(elements(before.inputs), 1)

@@ -4,18 +4,17 @@ Views are not in it: what shows a value's memory stands for that value. Ops have
 have under a policy (`ctx.number`), so a choice made here can be carried out there.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rekindle.internals import storage_key
+from rekindle.budget.timing import Clock
+from rekindle.internals import ASKS_DEVICE, storage_key
 from rekindle.selective.kinds import Kind, can_be_run_again, kind_of
 
 
@@ -76,22 +75,24 @@ class _Builder:
 class _GraphMode(TorchDispatchMode):
     """Records ops with their times."""
 
-    def __init__(self, built: _Builder, device: torch.device) -> None:
+    def __init__(self, built: _Builder, clock: Clock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._built = built
         self._number = -1
-        self._clock = _clock_of(device)
+        self._clock = clock
         self.marks: list[tuple[int, Any, Any]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is ASKS_DEVICE:
+            return func(*args, **kwargs)
         kind = kind_of(func)
         again = can_be_run_again(kind, args, kwargs)
-        begin = self._clock()
+        begin = self._clock.mark()
         out = func(*args, **kwargs)
-        end = self._clock()
+        end = self._clock.mark()
         if again:
             self._number += 1
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -112,7 +113,7 @@ class _GraphMode(TorchDispatchMode):
         return out
 
 
-def record(forward: Callable[[], Any], device: torch.device) -> Graph:
+def record(forward: Callable[[], Any], clock: Clock) -> Graph:
     """Run a block's forward once, and say what it did."""
     built = _Builder()
 
@@ -122,10 +123,10 @@ def record(forward: Callable[[], Any], device: torch.device) -> Graph:
             built.saved.add(index)
         return tensor
 
-    mode = _GraphMode(built, device)
+    mode = _GraphMode(built, clock)
     with saved_tensors_hooks(pack, lambda tensor: tensor), mode:
         out = forward()
-    seconds = _elapsed(mode.marks, device)
+    seconds = {op: clock.op_seconds(begin, end) for op, begin, end in mode.marks}
     del out
     ops = tuple(
         Op(op.number, op.name, seconds.get(i, 0.0), op.inputs, op.outputs)
@@ -133,25 +134,6 @@ def record(forward: Callable[[], Any], device: torch.device) -> Graph:
     )
     values = (replace(value, changes=i in built.changed) for i, value in enumerate(built.values))
     return Graph(ops, tuple(values), frozenset(built.saved))
-
-
-def _clock_of(device: torch.device) -> Callable[[], Any]:
-    if device.type != "cuda":
-        return time.perf_counter
-
-    def mark() -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    return mark
-
-
-def _elapsed(marks: list[tuple[int, Any, Any]], device: torch.device) -> dict[int, float]:
-    if device.type != "cuda":
-        return {op: end - begin for op, begin, end in marks}
-    torch.cuda.synchronize(device)
-    return {op: begin.elapsed_time(end) / 1e3 for op, begin, end in marks}
 
 
 def _key(tensor: Tensor) -> int:

@@ -1,21 +1,17 @@
 """A plan: one option for each block, as a value. Saved as JSON, with no code in it."""
 
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from rekindle.budget import saving
 from rekindle.budget.execute import what_of
-from rekindle.budget.values import Nearby, Option
+from rekindle.budget.values import Nearby, Option, option_of
 from rekindle.modules.blocks import blocks_of
 from rekindle.policies import Policy
-
-_SCHEMA = "rekindle plan"
-_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -81,29 +77,12 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
-        values = {"schema": _SCHEMA, "version": _VERSION, **asdict(self)}
-        Path(path).write_text(json.dumps(values, indent=1))
+        saving.save(self, "plan", path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Read what `save` wrote."""
-        name = os.fspath(path)
-        try:
-            values = json.loads(Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"{name} is not JSON: {error}") from None
-        if not isinstance(values, dict) or values.pop("schema", None) != _SCHEMA:
-            raise ValueError(f"{name} is not a plan of rekindle's")
-        version = values.pop("version", None)
-        if version != _VERSION:
-            raise ValueError(f"{name} has version {version}, but this rekindle reads {_VERSION}")
-        try:
-            blocks = tuple((p, kind, _option(values)) for p, kind, values in values.pop("blocks"))
-            less, more = (_nearby(values.pop(name, None)) for name in ("less", "more"))
-            inputs = tuple(tuple(shape) for shape in values.pop("inputs", ()))
-            return cls(blocks=blocks, less=less, more=more, inputs=inputs, **values)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{name} is not a whole plan: {error}") from None
+        return saving.load(_plan_of, "plan", path)
 
     def __str__(self) -> str:
         from rekindle.budget.text import format_plan  # noqa: PLC0415
@@ -111,10 +90,11 @@ class Plan:
         return format_plan(self)
 
 
-def _option(values: dict[str, Any]) -> Option:
-    names = ("kept", "offloaded", "kept_names", "offloaded_names")
-    lists = {name: tuple(values[name]) for name in names}
-    return Option(**{**values, **lists})
+def _plan_of(values: dict[str, Any]) -> Plan:
+    blocks = tuple((path, kind, option_of(option)) for path, kind, option in values.pop("blocks"))
+    less, more = (_nearby(values.pop(name, None)) for name in ("less", "more"))
+    inputs = tuple(tuple(shape) for shape in values.pop("inputs", ()))
+    return Plan(blocks=blocks, less=less, more=more, inputs=inputs, **values)
 
 
 def _nearby(values: dict[str, Any] | None) -> Nearby | None:

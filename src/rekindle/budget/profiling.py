@@ -18,13 +18,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rekindle.attachment import put_back, set_aside
 from rekindle.budget.agreement import agreed
 from rekindle.budget.alone import Lone
+from rekindle.budget.fake import has_no_memory
 from rekindle.budget.graph import Graph
 from rekindle.budget.memory import Meter, bytes_of, metered
 from rekindle.budget.names import named
 from rekindle.budget.noted import notes_put_back
 from rekindle.budget.progress import each, tell
 from rekindle.budget.shapes import elements, input_shapes
-from rekindle.budget.timing import RUNS, now, timed
+from rekindle.budget.timing import RUNS, Clock, DeviceClock, now
 from rekindle.budget.traits import Traits, traits_of
 from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.modules.application import apply, remove
@@ -122,32 +123,50 @@ def _loss_of(out: Any) -> Tensor:
     return torch.stack([leaf.float().sum() for leaf in leaves]).sum()
 
 
-def measure(model: nn.Module, batch: Any, optimizer: Any = None) -> Profile:
+@dataclass(frozen=True)
+class Bench:
+    """What a step is run on, and what is known of it."""
+
+    device: torch.device
+    name: str
+    clock: Clock
+    bytes_per_second: float
+    """To host memory and back; 0 if there is no way."""
+    known: Profile | None = None
+    """If its blocks were measured before: that profile."""
+
+
+def bench_of(device: torch.device) -> Bench:
+    """A device that is there, to be measured."""
+    return Bench(device, _name(device), DeviceClock(device), _bandwidth(device))
+
+
+def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profile:
     """The profile of a model's training step; the model ends as it was."""
-    device = next(model.parameters()).device
+    device = bench.device
     step = Step(model, batch)
     blocks = blocks_of(model)
     before = bytes_of([p.grad for p in model.parameters() if p.grad is not None])
     with untouched(model):
         static = _static_bytes(model, optimizer, device, step, before)
         tell("outline")
-        seen, seconds = _outline(step, blocks, device)
+        seen, seconds = _outline(step, blocks, bench)
         if not seen.order:
             raise ValueError("The step ran none of the model's blocks: does it call the model?")
-        profiles, order = _profiles(blocks, seen, device)
+        profiles, order = _profiles(blocks, seen, bench)
     spent = sum(
         next(o for o in profiles[index].options if o.fate == "recompute").seconds
         for _, index in order
     )
     return Profile(
         model=type(model).__name__,
-        device=_name(device),
+        device=bench.name,
         batch=step.shapes(),
         static_bytes=static,
         before_bytes=seen.before,
         rest_peak=seen.rest_peak,
         rest_seconds=max(seconds - spent, 0.0),
-        bytes_per_second=_bandwidth(device),
+        bytes_per_second=bench.bytes_per_second,
         blocks=tuple(profiles),
         order=tuple(order),
         first_peak=seen.first_peak,
@@ -166,7 +185,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """
     aside = set_aside(model)
     gradients = {p: p.grad for p in model.parameters()}
-    buffers = {b: b.detach().clone() for b in model.buffers()}
+    buffers = {b: b.detach().clone() for b in model.buffers() if not has_no_memory(b)}
     places = {module: dict(module._buffers) for module in model.modules()}
     fates = {module: forward_of(module) for module in model.modules()}
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
@@ -193,17 +212,20 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-def _outline(step: Step, blocks: dict[str, nn.Module], device: torch.device) -> tuple[_Seen, float]:
+def _outline(step: Step, blocks: dict[str, nn.Module], bench: Bench) -> tuple[_Seen, float]:
     """A step with every block recomputed: what its blocks are given, and what is around them."""
     apply(step.model, dict.fromkeys(blocks, "recompute"))
     known = [*step.model.parameters(), *step.model.buffers()]
     known += [p.grad for p in step.model.parameters() if p.grad is not None]
     known += step.tensors()
-    with metered(device, known) as meter:
+    clock = bench.clock
+    with metered(bench.device, known) as meter:
         watch = _Watch(step.model, blocks, meter)
         with watch.entered():
+            begin = clock.mark()
             step()
-    seconds = timed(step, device)
+            end = clock.mark()
+    seconds = clock.seconds(begin, end) if clock.is_exact else clock.timed(step)
     remove(step.model)
     return watch.seen, seconds
 
@@ -273,23 +295,41 @@ class _Watch:
 
 
 def _profiles(
-    blocks: dict[str, nn.Module], seen: _Seen, device: torch.device
+    blocks: dict[str, nn.Module], seen: _Seen, bench: Bench
 ) -> tuple[list[BlockProfile], list[tuple[str, int]]]:
     traits = traits_of(blocks)
-    signatures = {
-        path: f"{_signature(blocks[path], seen.calls[path], traits[path])} in {seen.around[path]}"
+    keys = {
+        path: (_signature(blocks[path], seen.calls[path], traits[path]), str(seen.around[path]))
         for path in seen.order
     }
-    first: dict[str, str] = {}
-    for path, signature in signatures.items():
-        first.setdefault(signature, path)
+    first: dict[tuple[str, str], str] = {}
+    for path, key in keys.items():
+        first.setdefault(key, path)
     profiles = []
-    for signature, path in each(list(first.items()), "block"):
-        with ambient.entered(seen.around[path]):
-            options = _menu(blocks[path], seen.calls[path], device)
-        profiles.append(BlockProfile(type(blocks[path]).__name__, signature, options))
-    known = {signature: index for index, signature in enumerate(first)}
-    return profiles, [(path, known[signatures[path]]) for path in seen.order]
+    for (signature, around), path in each(list(first.items()), "block"):
+        block = blocks[path]
+        if bench.known is not None:
+            options = _known_menu(bench.known, path, signature, around)
+        else:
+            with ambient.entered(seen.around[path]):
+                options = _menu(block, seen.calls[path], bench)
+        profiles.append(BlockProfile(type(block).__name__, signature, options, around))
+    known = {key: index for index, key in enumerate(first)}
+    return profiles, [(path, known[keys[path]]) for path in seen.order]
+
+
+def _known_menu(known: Profile, path: str, signature: str, around: str) -> tuple[Option, ...]:
+    """The menu of a block that was measured before."""
+    found = [block for block in known.blocks if block.signature == signature]
+    if len(found) > 1:  # what is around a block says, too, which devices there are
+        found = [block for block in found if block.around == around]
+    if not found:
+        measured = "".join(f"\n  {block.signature}" for block in known.blocks)
+        raise ValueError(
+            f"The block {path!r} is not among those that were measured on {known.device}:\n"
+            f"  {signature}\nThose are:{measured}"
+        )
+    return found[0].options
 
 
 def _signature(block: nn.Module, call: tuple[Any, Any], traits: Traits) -> str:
@@ -299,17 +339,17 @@ def _signature(block: nn.Module, call: tuple[Any, Any], traits: Traits) -> str:
     return f"{type(block).__name__}({', '.join([*shapes, *settings])}) of {given}"
 
 
-def _menu(block: nn.Module, call: tuple[Any, Any], device: torch.device) -> tuple[Option, ...]:
+def _menu(block: nn.Module, call: tuple[Any, Any], bench: Bench) -> tuple[Option, ...]:
     """The options of a block, each measured, without those that another is better than."""
     from rekindle.budget.menu import keep_sets  # needs scipy  # noqa: PLC0415
 
-    run = Lone(block, call, device)
+    run = Lone(block, call, bench.device, bench.clock)
     graph = run.graph()
     candidates = [Option("keep"), Option("recompute")]
     candidates += [Option("select", tuple(sorted(kept))) for kept in keep_sets(graph)]
     candidates = agreed(candidates)  # a block that is sharded is gathered by all ranks at a time
     options = [run.measured(option) for option in each(candidates, "option")]
-    if device.type == "cuda":
+    if bench.bytes_per_second:
         everything = tuple(sorted(graph.ops[m].number for m in _makers(graph)))
         whole = run.measured(Option("select", everything))
         selected = [whole, *(option for option in options if option.fate == "select")]

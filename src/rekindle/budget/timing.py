@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -10,39 +10,65 @@ RUNS = 3
 """How often something is timed; the shortest counts."""
 
 
-class Stopwatch:
+class Clock(Protocol):
+    """Where times come from: from what runs, or from what is known of a device."""
+
+    is_exact: bool
+    """Whether the same work takes the same time, from the first run on."""
+
+    def keep_busy(self) -> None:
+        """Before a block is run alone: as if it were in the middle of a step."""
+
+    def mark(self) -> Any:
+        """A point in time."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two points, for a block: the longer of what host and device take."""
+
+    def op_seconds(self, begin: Any, end: Any) -> float:
+        """Between two points, for an op: what the device takes."""
+
+    def timed(self, step: Callable[[], None]) -> float:
+        """Seconds that a step takes, from an idle device to an idle device."""
+
+
+class DeviceClock:
     """Times work as it takes when the host runs ahead of the device: the longer of the two.
 
     In the middle of a step the device has work queued, so a host that is slower for a moment is not
     felt. Alone, a block would wait for the host at every op. So the device is kept busy first.
     """
 
-    def __init__(self, device: torch.device, busy: bool = True) -> None:
+    is_exact = False
+
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._host = 0.0
-        self._mark: Any = None
-        if device.type == "cuda" and busy:
-            torch.cuda.synchronize(device)
+        self._is_cuda = device.type == "cuda"
+
+    def keep_busy(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
             torch.cuda._sleep(_HEAD_START)
-        self.restart()
 
-    def restart(self) -> None:
-        self._host = time.perf_counter()
-        if self._device.type == "cuda":
-            self._mark = torch.cuda.Event(enable_timing=True)
-            self._mark.record()
+    def mark(self) -> tuple[float, Any]:
+        host = time.perf_counter()
+        if not self._is_cuda:
+            return host, None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return host, event
 
-    def lap(self) -> "Stopwatch":
-        """Another, that begins now."""
-        return Stopwatch(self._device, busy=False)
+    def seconds(self, begin: tuple[float, Any], end: tuple[float, Any]) -> float:
+        return max(end[0] - begin[0], self.op_seconds(begin, end))
 
-    def seconds(self, end: "Stopwatch") -> float:
-        """From the one to the other; waits for the device."""
-        host = end._host - self._host
-        if self._device.type != "cuda":
-            return host
-        torch.cuda.synchronize(self._device)
-        return max(host, float(self._mark.elapsed_time(end._mark)) / 1e3)
+    def op_seconds(self, begin: tuple[float, Any], end: tuple[float, Any]) -> float:
+        if not self._is_cuda:
+            return end[0] - begin[0]
+        end[1].synchronize()
+        return float(begin[1].elapsed_time(end[1])) / 1e3
+
+    def timed(self, step: Callable[[], None]) -> float:
+        return timed(step, self._device)
 
 
 _HEAD_START = 200_000_000

@@ -1,7 +1,11 @@
 """What passes between measuring, choosing and applying: plain values, that print and compare."""
 
+import os
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
+
+from rekindle.budget import saving
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,13 @@ _KINDS = 4
 """Kinds of ops that are told; of more, only how many."""
 
 
+def option_of(values: dict[str, Any]) -> Option:
+    """An option as it was saved."""
+    names = ("kept", "offloaded", "kept_names", "offloaded_names")
+    lists = {name: tuple(values[name]) for name in names}
+    return Option(**{**values, **lists})
+
+
 @dataclass(frozen=True)
 class BlockProfile:
     """What was measured of a block that occurs once or more."""
@@ -66,6 +77,8 @@ class BlockProfile:
     signature: str
     """What tells blocks apart: class, parameters, inputs, and what they were set to."""
     options: tuple[Option, ...]
+    around: str = ""
+    """What tells them apart, too: what was around them, such as autocast."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +115,30 @@ class Profile:
         """The menu at one place of the forward."""
         return self.blocks[self.order[position][1]].options
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        saving.save(self, "profile", path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Profile":
+        """Read what `save` wrote."""
+        return saving.load(_profile_of, "profile", path)
+
     def __str__(self) -> str:
         from rekindle.budget.text import format_profile  # noqa: PLC0415
 
         return format_profile(self)
+
+
+def _profile_of(values: dict[str, Any]) -> Profile:
+    blocks = tuple(
+        BlockProfile(**{**block, "options": tuple(map(option_of, block["options"]))})
+        for block in values.pop("blocks")
+    )
+    order = tuple((path, index) for path, index in values.pop("order"))
+    between = tuple(values.pop("between", ()))
+    inputs = tuple(tuple(shape) for shape in values.pop("inputs", ()))
+    return Profile(blocks=blocks, order=order, between=between, inputs=inputs, **values)
 
 
 @dataclass(frozen=True)

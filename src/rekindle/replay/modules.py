@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rekindle.internals import capturing, dispatch_modes, version_of, without_modes
@@ -195,7 +196,7 @@ class _Watched:
                     "time in a while: this once, the region is replayed from its new value.",
                     stacklevel=2,
                 )
-            if changed is not self._known and not self._known:
+            if changed is not self._known and not self._known and not self._is_fake():
                 _changes.setdefault(self.module, {})[self._use] = changed
         return changed or bool(self._known) or not all(self._costly)
 
@@ -212,12 +213,17 @@ class _Watched:
         """Compare with the copies; this waits for the device, once in a module's life."""
         if capturing():
             return True
+        if self._is_fake():  # then there is no content, and nothing to be learnt
+            return False
         with without_modes():
             return not all(
                 torch.equal(copy.detach(), buffer.detach())
                 for name, copy in self._copies.items()
                 if (buffer := self._buffers[name]) is not None
             )
+
+    def _is_fake(self) -> bool:
+        return any(isinstance(buffer, FakeTensor) for buffer in self._buffers.values())
 
     def stand_ins(self, copies: dict[int, Tensor]) -> _Buffers:
         """Buffers to replay with: as they were, or as they are now where there is no copy."""

@@ -216,9 +216,15 @@ def _may_be_a_buffer(tensor: Tensor) -> bool:
     Statistics, counters, scales: another forward changes them, some kernels without moving their
     version. A large one that changes is an error, which says so.
     """
-    if tensor.requires_grad or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+    if tensor.requires_grad or not _is_plain(tensor) or tensor.layout is not torch.strided:
         return False
     return 0 < nbytes_of(tensor) <= _SMALL
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is a tensor and nothing more, or the fake of one."""
+    kind = type(tensor)
+    return kind is Tensor or (kind is FakeTensor and not isinstance(tensor, nn.Parameter))
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rekindle.compiled.handover import SAC_IGNORED_OPS
-from rekindle.internals import FAKE, PROXY, capturing, entered_mode
+from rekindle.internals import ASKS_DEVICE, FAKE, PROXY, capturing, entered_mode
 from rekindle.replay import rng as random_state
 from rekindle.replay.switches import recomputing
 from rekindle.selective import backends
@@ -178,8 +178,9 @@ class RecordMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if (  # the latter two are `is_inside_a_trace`, without the call
+        if (  # the last two are `is_inside_a_trace`, without the call
             _running.is_blind
+            or func is ASKS_DEVICE
             or entered_mode(FAKE) is not self._fake
             or entered_mode(PROXY) is not self._tracer
         ):

@@ -1,0 +1,230 @@
+"""What devices can do, from their makers' tables, and how long ops take by it.
+
+An op takes as long as its arithmetic or as its traffic with memory, whichever is longer, and a
+launch. Arithmetic is counted by the formulas of `torch.utils.flop_counter`, and by our own for
+attention; ops without a formula are bounded by memory. No device reaches what its maker states:
+`Efficiency` says which share of it is counted on.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from rekindle.internals import ASKS_DEVICE
+from rekindle.selective.kinds import Kind, kind_of
+
+_T, _G, _GIB = 1e12, 1e9, 2**30
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The share of a stated value that ops reach."""
+
+    products: float = 0.7
+    attention: float = 0.45
+    memory: float = 0.8
+    link: float = 0.85
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device can do, as stated by its maker: dense arithmetic, one direction of the link."""
+
+    name: str
+    half: float
+    """Products of bfloat16 or float16, in FLOP/s."""
+    tf32: float
+    """Products of float32, where `torch.set_float32_matmul_precision` allows it."""
+    single: float
+    """Products of float32 otherwise."""
+    memory: float
+    """Bytes a second from and to its own memory."""
+    link: float
+    """Bytes a second to host memory; 0 if there is no way."""
+    memory_bytes: int
+    launch: float = 4e-6
+    """Seconds that an op takes at least."""
+    efficiency: Efficiency = Efficiency()
+
+    @property
+    def bytes_per_second(self) -> float:
+        """To host memory, as it is reached."""
+        return self.link * self.efficiency.link
+
+    def seconds(self, flops: float, nbytes: float, dtype: torch.dtype, attends: bool) -> float:
+        """How long an op takes with so much arithmetic in a type, and so much traffic."""
+        share = self.efficiency.attention if attends else self.efficiency.products
+        arithmetic = flops / (self._rate(dtype) * share) if flops else 0.0
+        return max(arithmetic, nbytes / (self.memory * self.efficiency.memory)) + self.launch
+
+    def _rate(self, dtype: torch.dtype) -> float:
+        if dtype.itemsize <= 2:
+            return self.half
+        if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+            return self.tf32
+        return self.single
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("B200", 2250 * _T, 1125 * _T, 75 * _T, 8000 * _G, 64 * _G, 180 * _GIB),
+        Device("H200", 989 * _T, 494 * _T, 67 * _T, 4800 * _G, 64 * _G, 141 * _GIB),
+        Device("H100", 989 * _T, 494 * _T, 67 * _T, 3350 * _G, 64 * _G, 80 * _GIB),
+        Device("H100-PCIe", 756 * _T, 378 * _T, 51 * _T, 2000 * _G, 64 * _G, 80 * _GIB),
+        Device("A100-80GB", 312 * _T, 156 * _T, 19.5 * _T, 2039 * _G, 32 * _G, 80 * _GIB),
+        Device("A100-40GB", 312 * _T, 156 * _T, 19.5 * _T, 1555 * _G, 32 * _G, 40 * _GIB),
+        Device("L40S", 362 * _T, 183 * _T, 91.6 * _T, 864 * _G, 32 * _G, 48 * _GIB),
+        Device("L4", 121 * _T, 60 * _T, 30.3 * _T, 300 * _G, 32 * _G, 24 * _GIB),
+        Device("A10", 125 * _T, 62.5 * _T, 31.2 * _T, 600 * _G, 32 * _G, 24 * _GIB),
+        Device("V100", 125 * _T, 15.7 * _T, 15.7 * _T, 900 * _G, 16 * _G, 32 * _GIB),
+        Device("T4", 65 * _T, 8.1 * _T, 8.1 * _T, 320 * _G, 16 * _G, 16 * _GIB),
+        Device("RTX 5090", 209 * _T, 105 * _T, 105 * _T, 1792 * _G, 64 * _G, 32 * _GIB),
+        Device("RTX 4090", 165 * _T, 82.6 * _T, 82.6 * _T, 1008 * _G, 32 * _G, 24 * _GIB),
+        Device("RTX 3090", 71 * _T, 35.6 * _T, 35.6 * _T, 936 * _G, 32 * _G, 24 * _GIB),
+        # No maker states it: a server's, of some tens of cores.
+        Device("cpu", 2 * _T, 2 * _T, 2 * _T, 200 * _G, 0.0, 256 * _GIB, launch=2e-6),
+    )
+}
+"""The devices that are known by name."""
+
+
+def device_named(name: str) -> Device:
+    """A device of the table: by its name there, however it is written."""
+    found = [device for known, device in DEVICES.items() if _plain(known) == _plain(name)]
+    if not found:
+        raise ValueError(f"There is no device {name!r} in the table; there are {known_devices()}")
+    return found[0]
+
+
+def device_of(device: torch.device) -> Device | None:
+    """The device of the table that a real one is, if any."""
+    if device.type != "cuda":
+        return DEVICES.get(device.type)
+    told = _words(torch.cuda.get_device_name(device))  # such as "NVIDIA A100-SXM4-80GB"
+    fitting = [known for known in DEVICES.values() if _words(known.name) <= told]
+    return max(fitting, key=lambda known: len(_words(known.name)), default=None)
+
+
+def known_devices() -> str:
+    """The names in the table, in words."""
+    return ", ".join(repr(name) for name in DEVICES)
+
+
+def _plain(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"\w+", name.lower()))
+
+
+class OpClock(TorchDispatchMode):
+    """A clock that goes on by what each op that runs would take on a device."""
+
+    is_exact = True
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._now = 0
+        """In whole parts of a second: so the same ops take the same time, whatever was before."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._now += round(seconds_of(self._device, func, args, kwargs, out) * _PARTS)
+        return out
+
+    def keep_busy(self) -> None:
+        """It always is."""
+
+    def mark(self) -> int:
+        return self._now
+
+    def seconds(self, begin: int, end: int) -> float:
+        return (end - begin) / _PARTS
+
+    op_seconds = seconds
+
+    def timed(self, step: Callable[[], None]) -> float:
+        begin = self._now
+        step()
+        return self.seconds(begin, self._now)
+
+
+_PARTS = 10**15
+
+
+def seconds_of(
+    device: Device, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> float:
+    """How long an op takes on a device that is kept busy."""
+    if not _runs_on_device(func):
+        return 0.0
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    nbytes = sum(map(_nbytes, made))
+    nbytes += nbytes if _opname(func) in _PICK else sum(map(_nbytes, given))
+    dtype = next((tensor.dtype for tensor in given if tensor.is_floating_point()), torch.float32)
+    return device.seconds(_flops(func, args, kwargs, out), nbytes, dtype, _attends(func))
+
+
+_PICK = ("embedding", "index", "index_select", "gather")
+"""Ops that read as much as they write, however large their argument is."""
+_ATTENTION = "_scaled_dot_product_"
+
+
+@cache
+def _runs_on_device(func: Any) -> bool:
+    """Whether an op has anything to do there: views do not, nor does memory that is not written."""
+    if func is ASKS_DEVICE or "empty" in _opname(func):
+        return False
+    return kind_of(func) is not Kind.VIEW
+
+
+def _opname(func: Any) -> str:
+    return getattr(func, "_opname", "")
+
+
+def _attends(func: Any) -> bool:
+    return _opname(func).startswith(_ATTENTION)
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    if _attends(func):
+        return _attention_flops(func, args, kwargs)
+    formula = flop_registry.get(getattr(func, "overloadpacket", func))
+    return float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Two products, five in backward; half of each, where nothing looks ahead."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    *batch, tokens, width = given["query"].shape
+    product: float = 2.0 * torch.Size(batch).numel() * tokens * given["key"].shape[-2] * width
+    products = 5 if _opname(func).endswith("_backward") else 2
+    return product * products * (0.5 if given.get("is_causal") else 1.0)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    nbytes = tensor.numel() * tensor.element_size()
+    try:
+        return min(nbytes, tensor.untyped_storage().nbytes())
+    except (NotImplementedError, RuntimeError):  # sparse, or a subclass without a storage
+        return nbytes
