@@ -65,7 +65,7 @@ def timed(work: Workload, strategies: dict[str, Forward], seconds: float) -> Tim
 
 _LEARNING = 5
 """Steps after which offload has learnt what it can."""
-_WARM_UP, _STEPS = 2, 5
+_WARM_UP, _STEPS = 1, 5
 
 
 def measure(shape: Shape, device: str, seconds: float) -> tuple[list[BudgetResult], float, float]:

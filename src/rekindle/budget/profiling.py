@@ -26,6 +26,7 @@ from rekindle.budget.noted import notes_put_back
 from rekindle.budget.progress import each, tell
 from rekindle.budget.shapes import elements, input_shapes
 from rekindle.budget.timing import RUNS, Clock, DeviceClock, now
+from rekindle.budget.together import told_together
 from rekindle.budget.traits import Traits, traits_of
 from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.modules.application import apply, remove
@@ -134,11 +135,14 @@ class Bench:
     """To host memory and back; 0 if there is no way."""
     known: Profile | None = None
     """If its blocks were measured before: that profile."""
+    shows_more_together: bool = False
+    """Whether host and device work at once, so that blocks alone do not tell all."""
 
 
 def bench_of(device: torch.device) -> Bench:
     """A device that is there, to be measured."""
-    return Bench(device, _name(device), DeviceClock(device), _bandwidth(device))
+    clock, rate = DeviceClock(device), _bandwidth(device)
+    return Bench(device, _name(device), clock, rate, shows_more_together=device.type == "cuda")
 
 
 def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profile:
@@ -154,10 +158,11 @@ def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profi
         if not seen.order:
             raise ValueError("The step ran none of the model's blocks: does it call the model?")
         profiles, order = _profiles(blocks, seen, bench)
-    spent = sum(
-        next(o for o in profiles[index].options if o.fate == "recompute").seconds
-        for _, index in order
-    )
+        rest_seconds = max(seconds - _recomputed_seconds(profiles, order), 0.0)
+        if bench.shows_more_together:
+            tell("all blocks together")
+            timed = partial(bench.clock.timed, step)
+            profiles = told_together(model, profiles, order, rest_seconds, timed)
     return Profile(
         model=type(model).__name__,
         device=bench.name,
@@ -165,7 +170,7 @@ def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profi
         static_bytes=static,
         before_bytes=seen.before,
         rest_peak=seen.rest_peak,
-        rest_seconds=max(seconds - spent, 0.0),
+        rest_seconds=rest_seconds,
         bytes_per_second=bench.bytes_per_second,
         blocks=tuple(profiles),
         order=tuple(order),
@@ -174,6 +179,14 @@ def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profi
         between=tuple(seen.between),
         inputs=seen.inputs,
     )
+
+
+def _recomputed_seconds(profiles: list[BlockProfile], order: list[tuple[str, int]]) -> float:
+    """What all blocks take together if all of them are recomputed."""
+    whole = [
+        next(option for option in block.options if option.fate == "recompute") for block in profiles
+    ]
+    return sum(whole[index].seconds for _, index in order)
 
 
 @contextmanager

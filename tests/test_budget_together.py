@@ -1,0 +1,85 @@
+"""What a whole step takes longer than its blocks did alone is added to options op by op."""
+
+import pytest
+import torch
+from torch import nn
+
+import rekindle
+from rekindle.budget import profiling
+from rekindle.budget.together import told_together
+from rekindle.budget.values import BlockProfile, Option
+from rekindle.modules.forward import forward_of
+from tests.toys import Stack
+
+pytest.importorskip("scipy")
+
+KEEP = Option("keep", bytes_held=100, forward_seconds=1.0, backward_seconds=2.0)
+DROP = Option("recompute", bytes_held=1, forward_seconds=1.0, backward_seconds=3.0)
+MANY = Option("select", (0, 1), (), 50, 0, 1.0, 2.25)
+FEW = Option("select", (0,), (), 20, 0, 1.0, 2.5)
+AWAY = Option("select", (), (0,), 5, 15, 1.0, 2.5)
+BLOCK = BlockProfile("Block", "Block", (KEEP, DROP, MANY, FEW, AWAY))
+ORDER = [(f"blocks.{i}", 0) for i in range(4)]
+
+
+def together(seconds: float, model: nn.Module) -> BlockProfile:
+    (found,) = told_together(model, [BLOCK], ORDER, 0.5, lambda: seconds)
+    return found
+
+
+def test_what_a_step_takes_longer_is_shared_by_its_blocks() -> None:
+    alone = 0.5 + 4 * FEW.seconds
+    found = together(alone + 2.0, Stack(4))
+    assert [option.seconds for option in found.options] == [3.0, 4.0, 3.75, 4.0, 4.0]
+
+
+def test_a_step_that_takes_no_longer_changes_nothing() -> None:
+    assert together(0.5 + 4 * FEW.seconds - 1.0, Stack(4)) == BLOCK
+
+
+def test_the_step_runs_by_the_option_that_holds_least_and_moves_nothing() -> None:
+    model, seen = Stack(4), []
+
+    def step() -> float:
+        seen.extend(forward_of(block) for block in model.blocks)
+        return 0.0
+
+    told_together(model, [BLOCK], ORDER, 0.0, step)
+    assert [forward.way.by_number.keys() for forward in seen] == [{0}] * 4  # type: ignore[union-attr]
+    assert all(forward_of(block) is None for block in model.blocks)
+
+
+def test_a_step_that_does_not_fit_changes_nothing() -> None:
+    def step() -> float:
+        raise torch.OutOfMemoryError("no room")
+
+    model = Stack(4)
+    assert told_together(model, [BLOCK], ORDER, 0.0, step) == [BLOCK]
+    assert all(forward_of(block) is None for block in model.blocks)
+
+
+def test_blocks_without_such_options_are_left_alone() -> None:
+    block = BlockProfile("Block", "Block", (KEEP, DROP))
+    assert told_together(Stack(4), [block], ORDER, 0.0, lambda: 100.0) == [block]
+
+
+def test_a_profile_is_told_together_where_host_and_device_work_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench_of = profiling.bench_of
+    monkeypatch.setattr(
+        profiling,
+        "bench_of",
+        lambda device: profiling.Bench(
+            device, "cpu", bench_of(device).clock, 0.0, shows_more_together=True
+        ),
+    )
+    told: list[float] = []
+    monkeypatch.setattr(
+        profiling,
+        "told_together",
+        lambda model, profiles, order, rest, timed: told.append(timed()) or profiles,
+    )
+    rekindle.profile(Stack(3, 16), torch.randn(64, 16))
+    assert len(told) == 1
+    assert told[0] > 0
