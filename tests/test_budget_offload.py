@@ -10,7 +10,7 @@ import rekindle
 from benchmarks.decoder import Decoder, Shape
 from rekindle.budget.execute import Numbered, what_of
 from rekindle.budget.graph import Graph, Op, Value
-from rekindle.budget.profiling import offloading
+from rekindle.budget.options import offloading
 from rekindle.budget.values import Option
 from rekindle.selective.fates import Fate
 

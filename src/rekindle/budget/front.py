@@ -20,6 +20,7 @@ from rekindle.budget.progress import Progress, each, shown, tell
 from rekindle.budget.shapes import elements
 from rekindle.budget.simulate import simulate
 from rekindle.budget.standing import Fitting, keep_fitted, plan_of
+from rekindle.budget.static import optimizer_bytes
 from rekindle.budget.timing import timed
 from rekindle.budget.values import Nearby, Option, Prediction, Profile
 from rekindle.errors import RekindleError
@@ -304,7 +305,7 @@ def _fit(model: nn.Module, batch: Any, budget: int | str, optimizer: Any) -> Pla
     measured = agreed(profile(model, batch, optimizer=optimizer))
     plan = _fitted(model, batch, budget, measured)
     apply(model, plan)
-    state = 0 if optimizer is None else profiling.optimizer_bytes(optimizer)
+    state = 0 if optimizer is None else optimizer_bytes(optimizer)
     is_function = profiling.Step(model, batch).function is not None
     keep_fitted(model, Fitting(budget, state, measured.rest_peak if is_function else 0))
     return plan

@@ -7,7 +7,7 @@ every option that is worth having: bytes and times are those of the real thing.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,13 @@ from rekindle.attachment import put_back, set_aside
 from rekindle.budget.agreement import agreed
 from rekindle.budget.alone import Lone
 from rekindle.budget.fake import has_no_memory
-from rekindle.budget.graph import Graph
 from rekindle.budget.memory import Meter, bytes_of, metered
 from rekindle.budget.names import named
 from rekindle.budget.noted import notes_put_back
+from rekindle.budget.options import makers, offloading, undominated
 from rekindle.budget.progress import each, tell
 from rekindle.budget.shapes import elements, input_shapes
+from rekindle.budget.static import static_bytes
 from rekindle.budget.timing import RUNS, Clock, DeviceClock, now
 from rekindle.budget.together import told_together
 from rekindle.budget.traits import Traits, traits_of
@@ -152,7 +153,7 @@ def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profi
     blocks = blocks_of(model)
     before = bytes_of([p.grad for p in model.parameters() if p.grad is not None])
     with untouched(model):
-        static = _static_bytes(model, optimizer, device, step, before)
+        static = static_bytes(model, optimizer, device, step, before)
         tell("outline")
         seen, seconds = _outline(step, blocks, bench)
         if not seen.order:
@@ -363,117 +364,11 @@ def _menu(block: nn.Module, call: tuple[Any, Any], bench: Bench) -> tuple[Option
     candidates = agreed(candidates)  # a block that is sharded is gathered by all ranks at a time
     options = [run.measured(option) for option in each(candidates, "option")]
     if bench.bytes_per_second:
-        everything = tuple(sorted(graph.ops[m].number for m in _makers(graph)))
+        everything = tuple(sorted(graph.ops[m].number for m in makers(graph)))
         whole = run.measured(Option("select", everything))
         selected = [whole, *(option for option in options if option.fate == "select")]
         options += [less for option in selected for less in offloading(option, graph)]
-    return tuple(named(option, graph) for option in _undominated(options))
-
-
-def _makers(graph: Graph) -> set[int]:
-    makers = {graph.values[v].maker for v in graph.saved}
-    return {maker for maker in makers if maker is not None}
-
-
-def offloading(option: Option, graph: Graph) -> list[Option]:
-    """The same with some of what is kept sent to host memory: the largest, and so on to all.
-
-    Time is that of the option: whether the link keeps up is seen when blocks are put together.
-    """
-    sizes: dict[int, int] = {}
-    for op in graph.ops:
-        if op.number in option.kept and not any(graph.values[v].changes for v in op.outputs):
-            sizes[op.number] = sum(graph.values[v].nbytes for v in op.outputs if v in graph.saved)
-    worth = max(sum(sizes.values()) // 100, 1)
-    largest = sorted((n for n, nbytes in sizes.items() if nbytes >= worth), key=lambda n: -sizes[n])
-    found = []
-    for count in range(1, len(largest) + 1):
-        away = largest[:count]
-        moved = sum(sizes[number] for number in away)
-        found.append(
-            replace(
-                option,
-                kept=tuple(number for number in option.kept if number not in away),
-                offloaded=tuple(sorted(away)),
-                bytes_held=max(option.bytes_held - moved, 0),
-                bytes_moved=moved,
-                backward_peak=option.backward_peak + moved,
-            )
-        )
-    return [] if not found else [*found[:_MOVES], *([found[-1]] if len(found) > _MOVES else [])]
-
-
-_MOVES = 6
-"""How many of the largest results are sent away one by one, before all of them are."""
-
-
-def _undominated(options: list[Option]) -> list[Option]:
-    """Without options that hold, move and take as much as another or more."""
-
-    def costs(option: Option) -> tuple[float, ...]:
-        peaks = option.forward_peak, option.backward_peak
-        return option.bytes_held, option.bytes_moved, option.seconds, *peaks
-
-    return [
-        option
-        for i, option in enumerate(options)
-        if not any(
-            all(map(float.__le__, map(float, costs(other)), map(float, costs(option))))
-            and (costs(other) != costs(option) or j < i)
-            for j, other in enumerate(options)
-            if j != i
-        )
-        or option.fate != "select"
-    ]
-
-
-def _static_bytes(
-    model: nn.Module, optimizer: Any, device: torch.device, step: Step, before: int
-) -> int:
-    """What is there all the time: the model, its gradients, the optimizer's state, the batch.
-
-    Gradients from before are there a second time while it is measured.
-    """
-    parameters = list(model.parameters())
-    trained = [p for p in parameters if p.requires_grad]
-    total = bytes_of([*parameters, *model.buffers()]) + bytes_of(trained)
-    total += bytes_of(step.tensors())
-    if optimizer is not None:
-        total += optimizer_bytes(optimizer)
-    if device.type == "cuda":  # what else there is, such as another model
-        total = max(total, torch.cuda.memory_allocated(device) - before)
-    return total
-
-
-_STATES = {
-    "Adam": 2,
-    "AdamW": 2,
-    "RMSprop": 1,
-    "Adagrad": 1,
-    "NAdam": 2,
-    "RAdam": 2,
-    "Adamax": 2,
-    "Adadelta": 2,
-    "SGD": 0,
-}
-"""Tensors of a parameter's size that an optimizer keeps; more with some options."""
-
-
-def optimizer_bytes(optimizer: Any) -> int:
-    """The state of an optimizer, or what it will be after its first step; bytes are themselves."""
-    if isinstance(optimizer, int):
-        return optimizer
-    held = [t for state in optimizer.state.values() for t in state.values()]
-    tensors = [t for t in held if isinstance(t, Tensor)]
-    if tensors:
-        return bytes_of(tensors)
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    options = optimizer.param_groups[0]
-    count = _STATES.get(type(optimizer).__name__, 0)
-    if type(optimizer).__name__ in ("SGD", "RMSprop"):
-        count += bool(options.get("momentum"))
-    count += bool(options.get("amsgrad")) + bool(options.get("centered"))
-    return count * bytes_of(trained)
+    return tuple(named(option, graph) for option in undominated(options))
 
 
 def _bandwidth(device: torch.device) -> float:

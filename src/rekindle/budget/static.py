@@ -1,0 +1,57 @@
+"""What is on the device all the time, whatever a plan does."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rekindle.budget.memory import bytes_of
+
+
+def static_bytes(
+    model: nn.Module, optimizer: Any, device: torch.device, step: Step, before: int
+) -> int:
+    """What is there all the time: the model, its gradients, the optimizer's state, the batch.
+
+    Gradients from before are there a second time while it is measured.
+    """
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    total = bytes_of([*parameters, *model.buffers()]) + bytes_of(trained)
+    total += bytes_of(step.tensors())
+    if optimizer is not None:
+        total += optimizer_bytes(optimizer)
+    if device.type == "cuda":  # what else there is, such as another model
+        total = max(total, torch.cuda.memory_allocated(device) - before)
+    return total
+
+
+_STATES = {
+    "Adam": 2,
+    "AdamW": 2,
+    "RMSprop": 1,
+    "Adagrad": 1,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "Adadelta": 2,
+    "SGD": 0,
+}
+"""Tensors of a parameter's size that an optimizer keeps; more with some options."""
+
+
+def optimizer_bytes(optimizer: Any) -> int:
+    """The state of an optimizer, or what it will be after its first step; bytes are themselves."""
+    if isinstance(optimizer, int):
+        return optimizer
+    held = [t for state in optimizer.state.values() for t in state.values()]
+    tensors = [t for t in held if isinstance(t, Tensor)]
+    if tensors:
+        return bytes_of(tensors)
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    options = optimizer.param_groups[0]
+    count = _STATES.get(type(optimizer).__name__, 0)
+    if type(optimizer).__name__ in ("SGD", "RMSprop"):
+        count += bool(options.get("momentum"))
+    count += bool(options.get("amsgrad")) + bool(options.get("centered"))
+    return count * bytes_of(trained)
