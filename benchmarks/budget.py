@@ -80,8 +80,8 @@ def measure(shape: Shape, device: str, seconds: float) -> tuple[list[BudgetResul
     start = time.perf_counter()
     base = profile.static_bytes
     points = rekindle.frontier(profile, 2)
-    plain_time = points[0].seconds
-    plain_peak = points[0].peak - base
+    plain_time = points[0].plan.plain_time
+    plain_peak = points[0].plan.plain_peak - base
     plans = {
         f"rekindle, {share}": rekindle.solve(profile, f"{share:.0%}")
         for share in SHARES

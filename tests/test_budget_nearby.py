@@ -141,7 +141,7 @@ def test_a_fit_that_had_to_aim_lower_tells_of_budgets_as_they_were_asked_for(
 
     def too_high_at_first(_model: Any, _batch: Any, plan: rekindle.Plan, _: Any) -> Any:
         tried.append(plan)
-        return (limit + 1000 if len(tried) == 1 else limit), 0.1
+        return (limit + 1000 if len(tried) == 1 else limit), plan.predicted_time
 
     monkeypatch.setattr(front, "profile", lambda *_, **__: profile)
     monkeypatch.setattr(front, "try_out", too_high_at_first)

@@ -96,5 +96,6 @@ def test_on_a_gpu_a_step_goes_as_planned(share: str, decoder: Decoder) -> None:
     peak = torch.cuda.max_memory_allocated() - before
     predicted = plan.predicted_peak - profile.static_bytes
     assert peak <= 1.05 * predicted
-    assert seen.offload.bytes_out == sum(option.bytes_moved for _, _, option in plan.blocks)
+    moved = [option.bytes_moved for _, _, option in plan.blocks if option.bytes_moved]
+    assert sum(moved[:-1]) <= seen.offload.bytes_out <= sum(moved)  # of the last, some may stay
     assert all(map(torch.equal, step(), expected))

@@ -76,21 +76,18 @@ def test_time_is_that_of_the_blocks_and_of_the_rest() -> None:
 
 
 def test_a_link_with_time_enough_costs_none() -> None:
-    assert simulate(profile_of(2), [MOVE, KEEP]).seconds == 2.0 + 4.0
-
-
-def test_what_the_backward_begins_with_is_waited_for() -> None:
-    assert simulate(profile_of(2), [KEEP, MOVE]).seconds == 2.0 + 0.5 + 4.0
-
-
-def test_what_comes_back_meanwhile_is_not() -> None:
     assert simulate(profile_of(3), [MOVE, MOVE, KEEP]).seconds == 3.0 + 6.0
 
 
+def test_what_the_backward_begins_with_stays() -> None:
+    found = simulate(profile_of(2), [KEEP, MOVE])
+    assert (found.peak, found.seconds) == (100 + 60 + 20, 2.0 + 4.0)
+
+
 def test_a_slow_link_is_waited_for_both_ways() -> None:
-    profile = profile_of(2, bytes_per_second=10.0)  # five seconds each way, out from the middle on
+    profile = profile_of(3, bytes_per_second=10.0)  # five seconds each way, out from the middle on
     out = 0.5 + 5.0
-    assert simulate(profile, [MOVE, KEEP]).seconds == out + 5.0 + 2.0
+    assert simulate(profile, [MOVE, MOVE, KEEP]).seconds == out + 5.0 + 2.0
 
 
 def test_without_moves_no_link_is_needed() -> None:
@@ -99,16 +96,16 @@ def test_without_moves_no_link_is_needed() -> None:
 
 
 def test_what_has_not_left_yet_is_still_there() -> None:
-    # At the second block's forward: what is held, its peak, and what is left to copy of 50.
-    slow = profile_of(2, bytes_per_second=10.0)
     large = Option("keep", (), (), 100, 0, 1.0, 2.0, 300, 30)
-    assert simulate(slow, [MOVE, large]).peak == 10 + 300 + 45
-    assert simulate(profile_of(2), [MOVE, large]).peak == 10 + 300
+    slow = profile_of(3, bytes_per_second=10.0)
+    # At the third block's forward: what is held, its peak, and what is left to copy of 50; and
+    # room for two that are late.
+    assert simulate(slow, [MOVE, MOVE, large]).peak == 10 + 60 + 300 + 45 + 2 * 50
+    assert simulate(profile_of(3), [MOVE, MOVE, large]).peak == 10 + 60 + 300 + 2 * 50
 
 
 def test_what_comes_back_next_is_there_ahead_of_its_use() -> None:
-    choice = [MOVE, DROP]
-    assert simulate(profile_of(2), choice).peak == 10 + 10 + 120 + 50
+    assert simulate(profile_of(3), [MOVE, MOVE, DROP]).peak == 10 + 60 + 10 + 120 + 50 + 2 * 50
 
 
 class Language(nn.Module):

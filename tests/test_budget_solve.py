@@ -302,13 +302,13 @@ def test_bytes_are_moved_where_the_link_has_time_for_them() -> None:
     drop = Option("recompute", (), (), 0, 0, 1.0, 3.0, 100 * MIB, 100 * MIB)
     move = Option("select", (), (1,), 0, 100 * MIB, 1.0, 2.0, 100 * MIB, 100 * MIB)
     block = BlockProfile("Block", "Block", (keep, drop, move))
-    order = tuple((str(i), 0) for i in range(4))
+    order = tuple((str(i), 0) for i in range(12))
     fast = Profile("Toy", "none", "", 0, 0, 0, 0.0, 200.0 * MIB, (block,), order)
     slow = replace(fast, bytes_per_second=10.0 * MIB)
-    # The last is kept: its backward is the first, and would wait for it.
-    assert chosen(fast, 350 * MIB).options == (move, move, move, keep)
-    assert chosen(fast, 350 * MIB).prediction.seconds == pytest.approx(4 * 3.0)
-    assert move not in chosen(slow, 350 * MIB).options
+    budget = 800 * MIB  # of 1200 without a plan
+    assert chosen(fast, budget).options.count(move) >= 4
+    assert chosen(fast, budget).prediction.seconds == pytest.approx(12 * 3.0)
+    assert move not in chosen(slow, budget).options
 
 
 def test_every_block_of_a_plan_has_its_path_and_kind_in_the_order_of_the_forward() -> None:

@@ -703,13 +703,12 @@ def test_the_unit_of_time_does_not_matter(made: Made, quota: float | None, power
     assert choose(entries, made.order, quota, link) == choice_of(made, quota)
 
 
-def test_what_does_not_hurry_goes_whole_and_may_be_on_the_way_as_long_as_it_takes() -> None:
+def test_what_does_not_hurry_may_be_on_the_way_as_long_as_it_takes() -> None:
     entries = [Entry(8, saved_at=float(i), used_at=16.0 - 2 * i) for i in range(4)]
     order, link = [3, 2, 1, 0], Link(out=4.1 / 0.95, back=4.1 / 0.95)  # 1.95 s for each
     hurried = choose(entries, order, 1.0, link)
     unhurried = choose(entries, order, 1.0, link, hurries=False)
-    assert sorted(hurried.moved) == [0, 1]
-    assert sorted(unhurried.moved) == [0, 1, 2, 3]
+    assert sorted(hurried.moved) == sorted(unhurried.moved) == [0, 1]
     # The first has left when the third is saved, the second when the fifth would be.
     assert (hurried.ceiling, unhurried.ceiling) == (16, 24 + 16)
     assert unhurried.ceilings == (8 + 16, 16 + 16, 16 + 16, 24 + 16)  # two may be late

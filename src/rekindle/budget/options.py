@@ -7,6 +7,7 @@ from rekindle.budget.values import Option
 
 
 def makers(graph: Graph) -> set[int]:
+    """The ops that make what backward needs, by their index."""
     makers = {graph.values[v].maker for v in graph.saved}
     return {maker for maker in makers if maker is not None}
 

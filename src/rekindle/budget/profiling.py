@@ -153,7 +153,7 @@ def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profi
     blocks = blocks_of(model)
     before = bytes_of([p.grad for p in model.parameters() if p.grad is not None])
     with untouched(model):
-        static = static_bytes(model, optimizer, device, step, before)
+        static = static_bytes(model, optimizer, device, step.tensors(), before)
         tell("outline")
         seen, seconds = _outline(step, blocks, bench)
         if not seen.order:

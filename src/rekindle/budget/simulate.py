@@ -1,14 +1,15 @@
 """The step's timeline: how high memory rises at each of its points, and how long it takes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rekindle.budget.values import Option, Prediction, Profile
 
 
 def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
     """What happens if each block runs by its option, in the order of the forward."""
-    base = profile.static_bytes + profile.before_bytes
+    options = _stayed(options)
+    base = profile.static_bytes + profile.before_bytes + _slack(options)
     blocks = [(path, option) for (path, _), option in zip(profile.order, options, strict=True)]
     before = profile.before_bytes
     points = [(profile.first_peak - before, "the forward before the blocks")]
@@ -32,6 +33,33 @@ def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
     points.append((profile.last_peak - before, "the backward after the blocks"))
     highest, where = max(points)
     return Prediction(base + highest, profile.rest_seconds + link.seconds, where)
+
+
+def _stayed(options: Sequence[Option]) -> list[Option]:
+    """The options, with what the last that moves something would move held.
+
+    The backward wants it first, so the offload engine keeps as much as two large results of it.
+    """
+    found = list(options)
+    last = max((i for i, option in enumerate(found) if option.bytes_moved), default=None)
+    if last is not None:
+        option = found[last]
+        moved = option.bytes_moved
+        found[last] = replace(
+            option,
+            bytes_held=option.bytes_held + moved,
+            bytes_moved=0,
+            backward_peak=option.backward_peak - moved,
+        )
+    return found
+
+
+def _slack(options: Sequence[Option]) -> int:
+    """What may be there more than the timeline says: two results that leave late or come early."""
+    moving = (option for option in options if option.bytes_moved)
+    return 2 * max(
+        (option.bytes_moved // max(len(option.offloaded), 1) for option in moving), default=0
+    )
 
 
 def _fetched(blocks: Sequence[tuple[str, Option]]) -> list[int]:

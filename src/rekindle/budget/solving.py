@@ -6,6 +6,7 @@ Where they differ, each place has an option of its own; then the search ends aft
 says how far from the best its answer may be.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,10 +73,14 @@ def choose(profile: Profile, budget: int) -> Choice | None:
 
 def without_offload(profile: Profile) -> Profile:
     """The profile, as if there were no link."""
-    blocks = [
-        replace(block, options=tuple(o for o in block.options if not o.bytes_moved))
-        for block in profile.blocks
-    ]
+    return only(profile, lambda option: not option.bytes_moved)
+
+
+def only(profile: Profile, is_meant: Callable[[Option], bool]) -> Profile:
+    """The profile with some of its options."""
+    blocks = (
+        replace(block, options=tuple(filter(is_meant, block.options))) for block in profile.blocks
+    )
     return replace(profile, blocks=tuple(blocks))
 
 

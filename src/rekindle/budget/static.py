@@ -9,7 +9,7 @@ from rekindle.budget.memory import bytes_of
 
 
 def static_bytes(
-    model: nn.Module, optimizer: Any, device: torch.device, step: Step, before: int
+    model: nn.Module, optimizer: Any, device: torch.device, batch: list[Tensor], before: int
 ) -> int:
     """What is there all the time: the model, its gradients, the optimizer's state, the batch.
 
@@ -18,7 +18,7 @@ def static_bytes(
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     total = bytes_of([*parameters, *model.buffers()]) + bytes_of(trained)
-    total += bytes_of(step.tensors())
+    total += bytes_of(batch)
     if optimizer is not None:
         total += optimizer_bytes(optimizer)
     if device.type == "cuda":  # what else there is, such as another model

@@ -60,7 +60,7 @@ def choose(
 
     `quota` is a number of bytes, a share, or None: as much as is free. Without times or `link`
     that is not known yet, and everything goes that may. What a quota sends `hurries`, so that
-    little of it is on the way at a time, or else all of it goes, and has the time it takes.
+    little of it is on the way at a time, or else has the time it takes.
 
     >>> entries = [Entry(8, saved_at=float(i), used_at=16.0 - 2 * i) for i in range(6)]
     >>> choice = choose(entries, [5, 4, 3, 2, 1, 0], None, Link(out=4.0, back=4.0))
@@ -68,7 +68,7 @@ def choose(
     ([0, 1], 32)
     """
     sizes = [entry.nbytes for entry in entries]
-    first = _wanted_first(sizes, order) if hurries else set()
+    first = _wanted_first(sizes, order)
     able = [i for i, entry in enumerate(entries) if not entry.stays and i not in first]
     if quota is not None:
         movable = sum(entry.nbytes for entry in entries if not entry.stays)
