@@ -329,6 +329,38 @@ def test_a_ticket_that_was_copied_is_a_clear_error(written_at_once: None) -> Non
         out.sum().backward()
 
 
+ALL_SPILLED = policies.spill()
+
+
+@BACKENDS
+def test_results_that_a_compiler_lays_out_otherwise_come_back(
+    backend: str, written_at_once: None
+) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.GELU(), nn.Conv2d(6, 6, 3), nn.GELU())
+    x = leaf(2, 3, 12, 12)
+    away = torch.compile(
+        lambda x: rekindle.checkpoint(net, x, context_fn=ALL_SPILLED), backend=backend
+    )
+    leaves = [x, *net.parameters()]
+    for found, expected in zip(
+        torch.autograd.grad(away(x).sum(), leaves),
+        torch.autograd.grad(net(x).sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+def test_offload_around_leaves_the_tickets_of_a_graph(written_at_once: None) -> None:
+    x = leaf(4, 8)
+    run = torch.compile(spilled, backend="aot_eager", fullgraph=True)
+
+    def around() -> Any:
+        with to_disk():
+            return run(x)
+
+    assert_same_step(lambda: run(x), around, [x, WEIGHT])
+
+
 def test_sizes_that_change_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tags, "is_away", lambda _: True)
     graphs, policy = Graphs(), policies.offload("aten::mm")

@@ -9,7 +9,7 @@ import torch.nn.attention.flex_attention as flex
 from torch import Tensor
 
 import rekindle
-from rekindle.policies import keep, keep_matmuls, recompute
+from rekindle.policies import keep, keep_matmuls, recompute, spill
 from tests.toys import assert_same_step
 
 pytestmark = [
@@ -97,6 +97,54 @@ def test_a_branch_has_the_plain_gradients(way: str) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     factor = 2 if " in a region" in way else 1
     assert_same_step(lambda: branch(x) * factor, lambda: WAYS[way](branch, x), [x])
+
+
+def test_a_branch_can_be_observed_and_debugged() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    with rekindle.observe() as seen:
+        rekindle.checkpoint(branch, x, early_stop=False).sum().backward()
+    assert seen.total.ops_replayed == 5  # sum, >, exp, cond, sin
+    assert_same_step(lambda: branch(x), lambda: rekindle.checkpoint(branch, x, debug=True), [x])
+
+
+def test_a_mismatch_after_a_branch_is_told_where_it_is() -> None:
+    def region(x: Tensor) -> Tensor:
+        y = branch(x)
+        return y.cosh() if not rekindle.is_recomputing() else y[:2].cosh()
+
+    with pytest.raises(rekindle.CheckpointError, match="cosh"):
+        rekindle.checkpoint(region, torch.randn(4, 8, requires_grad=True)).sum().backward()
+
+
+def test_a_model_with_a_branch_is_fitted() -> None:
+    pytest.importorskip("scipy")
+
+    class Branching(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return branch(super().forward(x))
+
+    model, x = torch.nn.Sequential(*[Branching(8, 8) for _ in range(3)]), torch.randn(64, 8)
+    plan = rekindle.fit(model, x, "120%")
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget
+
+
+def test_what_a_transform_inside_makes_is_not_spilled(written_at_once: None) -> None:
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+
+    def region(x: Tensor) -> Tensor:
+        out, along = torch.func.jvp(lambda y: (y @ weight).sin(), (x,), (x.cos(),))
+        return out.exp() + along @ weight  # type: ignore[no-any-return]
+
+    def spilled() -> Any:
+        return rekindle.checkpoint(region, x, context_fn=spill())
+
+    def around() -> Any:
+        with rekindle.offload(tier="disk", quota=1.0, min_bytes=1):
+            return region(x)
+
+    for other in (spilled, around):
+        assert_same_step(lambda: region(x), other, [x, weight])
 
 
 @pytest.mark.gpu

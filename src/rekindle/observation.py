@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rekindle.internals import is_traced
+
 active: list["Observation"] = []
 """The observations that are open now."""
 
@@ -259,7 +261,9 @@ class Watch:
 
 
 class OpMode(TorchDispatchMode):
-    """Runs every op as it is, and tells a subclass of it."""
+    """Runs every op as it is, and tells a subclass of it; not of those that an op only traces."""
+
+    supports_higher_order_operators = True
 
     @abstractmethod
     def saw(self, op: Any, made: Any) -> None:
@@ -277,7 +281,8 @@ class OpMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.saw(func, made)
+        if not is_traced():
+            self.saw(func, made)
         return made
 
 

@@ -177,6 +177,7 @@ def _plan(
             for (path, index), option in zip(profile.order, options, strict=True)
         ),
         inputs=profile.inputs,
+        unused=profile.unused,
     )
 
 
@@ -208,7 +209,9 @@ def _check_budget(budget: Any) -> int | float:
         except ValueError:
             raise ValueError(f'A budget as a share is like "40%", but got {budget!r}') from None
         if not 0 < share < 100:
-            raise ValueError(f"A budget as a share is above 0%, but got {budget!r}")
+            raise ValueError(
+                f"A budget as a share is above 0% and below 10000%, but got {budget!r}"
+            )
         return share
     nbytes = parse_bytes(budget, "budget")
     if nbytes <= 0:
@@ -233,7 +236,9 @@ def frontier(profile: Profile, points: int = 8, *, progress: bool | None = None)
         points: how many to look for, at even distances in memory; those that are alike are one.
         progress: as for `profile`.
     """
-    if not isinstance(points, int) or points < 1:
+    if not isinstance(profile, Profile):
+        raise TypeError(f"frontier() takes a profile, but got {type(profile).__name__}")
+    if not isinstance(points, int) or isinstance(points, bool) or points < 1:
         raise ValueError(f"points should be a whole number from 1 on, but got {points!r}")
     _need_scipy()
     with shown(_progress(progress)):
@@ -370,10 +375,16 @@ def _with_fewer_means(profile: Profile) -> Iterator[Profile]:
 
 def _verified(model: nn.Module, batch: Any, limit: int, measured: Profile) -> Plan:
     """A plan that was tried out, and found to stay within a limit."""
+    from rekindle.budget import solving  # noqa: PLC0415
+
     aim, peak = limit, 0
-    for _ in range(_TRIES):
+    for i in range(_TRIES):
         tell("solve")
-        plan = _solved(measured, aim)
+        if i == 0 or (i < _TRIES - 1 and solving.choose(measured, aim) is not None):
+            plan = _solved(measured, aim)
+        else:  # the least there is, in case it was predicted to be more than it is
+            least = solving.smallest(measured)
+            plan = _plan(measured, aim, least.options, least.prediction, least.gap)
         tell("verify")
         peak, seconds = try_out(model, batch, plan, measured)
         peak = highest(peak, next(model.parameters()).device)
@@ -399,7 +410,7 @@ def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tupl
     """The peak and the time of a step under a plan; the model ends as it was, without the plan."""
     device = next(model.parameters()).device
     step = profiling.Step(model, batch)
-    with profiling.untouched(model):
+    with profiling.untouched(model), step.leaving_no_gradients():
         apply(model, plan)
         for _ in range(_LEARNING if plan.offloads else 1):
             step()

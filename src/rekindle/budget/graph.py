@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rekindle.budget.timing import Clock
-from rekindle.internals import ASKS_DEVICE, storage_key
+from rekindle.internals import ASKS_DEVICE, is_traced, storage_key
 from rekindle.selective.kinds import Kind, can_be_run_again, kind_of
 
 
@@ -75,6 +75,12 @@ class _Builder:
 class _GraphMode(TorchDispatchMode):
     """Records ops with their times."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __init__(self, built: _Builder, clock: Clock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._built = built
@@ -86,7 +92,7 @@ class _GraphMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is ASKS_DEVICE:
+        if func is ASKS_DEVICE or is_traced():  # the latter: by an op, which is what the block runs
             return func(*args, **kwargs)
         kind = kind_of(func)
         again = can_be_run_again(kind, args, kwargs)

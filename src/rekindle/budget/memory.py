@@ -48,6 +48,8 @@ class LiveBytes(TorchDispatchMode):
     Scratch memory inside one op is not seen.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, not_counted: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._now = self._peak = 0

@@ -42,6 +42,8 @@ class Plan:
     """What a little more would save."""
     inputs: tuple[tuple[int, ...], ...] = ()
     """The shapes that the model is called with, if they are known."""
+    unused: tuple[str, ...] = ()
+    """Blocks that the step did not run: they stay as they are."""
 
     def fates(self, model: nn.Module) -> Mapping[str, str | Policy]:
         """What each block of a model is given; an error if the plan is for another one."""
@@ -54,7 +56,7 @@ class Plan:
             found = type(modules[path]).__name__ if path in modules else "nothing"
             if found != kind:
                 raise ValueError(f"The plan has a {kind} at {path!r}, but the model has {found}")
-        planned = {path for path, _, _ in self.blocks}
+        planned = {path for path, _, _ in self.blocks} | set(self.unused)
         unplanned = [path for path in blocks_of(model) if path not in planned]
         if unplanned and planned & set(blocks_of(model)):
             raise ValueError(f"The model has a block that the plan has not: {unplanned[0]!r}")
@@ -94,7 +96,8 @@ def _plan_of(values: dict[str, Any]) -> Plan:
     blocks = tuple((path, kind, option_of(option)) for path, kind, option in values.pop("blocks"))
     less, more = (_nearby(values.pop(name, None)) for name in ("less", "more"))
     inputs = tuple(tuple(shape) for shape in values.pop("inputs", ()))
-    return Plan(blocks=blocks, less=less, more=more, inputs=inputs, **values)
+    unused = tuple(values.pop("unused", ()))
+    return Plan(blocks=blocks, less=less, more=more, inputs=inputs, unused=unused, **values)
 
 
 def _nearby(values: dict[str, Any] | None) -> Nearby | None:

@@ -5,6 +5,8 @@ what the rest of the step takes. Then each distinct block is run alone, forward 
 every option that is worth having: bytes and times are those of the real thing.
 """
 
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -70,6 +72,8 @@ class Step:
         self.model = model
         self.batch = batch
         self.function: Callable[[], Any] | None = None
+        self._others: dict[Tensor, Tensor | None] | None = None
+        """What else gets gradients, with those it had; None before the first step."""
         self.call = Call((), {})
         if isinstance(batch, Call):
             self.call = batch
@@ -84,7 +88,22 @@ class Step:
 
     def __call__(self) -> None:
         loss = self.loss()
+        if self._others is None:
+            own = set(self.model.parameters())
+            self._others = {leaf: leaf.grad for leaf in _leaves_of(loss) if leaf not in own}
+            for leaf in self._others:
+                leaf.grad = None
         loss.backward()
+
+    @contextmanager
+    def leaving_no_gradients(self) -> Iterator[None]:
+        """What is outside the model, as a head or the batch, ends with the gradients it had."""
+        try:
+            yield
+        finally:
+            for leaf, gradient in (self._others or {}).items():
+                leaf.grad = gradient
+            self._others = None
 
     def loss(self) -> Tensor:
         if self.function is not None:
@@ -105,6 +124,23 @@ class Step:
         args, kwargs = tree_map(_shape, (self.call.args, self.call.kwargs))
         by_position = args[0] if len(args) == 1 else args
         return str(by_position if not kwargs else kwargs if not args else (*args, kwargs))
+
+
+def _leaves_of(loss: Tensor) -> list[Tensor]:
+    """The tensors that a backward gives gradients to."""
+    found: list[Tensor] = []
+    seen: set[Any] = set()
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found.append(variable)
+        stack += [following for following, _ in node.next_functions]
+    return found
 
 
 def _shape(leaf: Any) -> Any:
@@ -152,7 +188,7 @@ def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profi
     step = Step(model, batch)
     blocks = blocks_of(model)
     before = bytes_of([p.grad for p in model.parameters() if p.grad is not None])
-    with untouched(model):
+    with untouched(model), step.leaving_no_gradients():
         static = static_bytes(model, optimizer, device, step.tensors(), before)
         tell("outline")
         seen, seconds = _outline(step, blocks, bench)
@@ -179,6 +215,7 @@ def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profi
         last_peak=seen.last_peak,
         between=tuple(seen.between),
         inputs=seen.inputs,
+        unused=tuple(path for path in blocks if path not in seen.order),
     )
 
 
@@ -204,7 +241,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
     fates = {module: forward_of(module) for module in model.modules()}
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
-        with torch.random.fork_rng(devices), no_caches(model), notes_put_back(model):
+        with (
+            torch.random.fork_rng(devices),
+            other_random_state(),
+            no_caches(model),
+            notes_put_back(model),
+        ):
             for parameter in gradients:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             yield
@@ -224,6 +266,19 @@ def untouched(model: nn.Module) -> Iterator[None]:
             for buffer, before in buffers.items():
                 if not torch.equal(buffer, before):  # else a graph that uses it stays valid
                     buffer.copy_(before)
+
+
+@contextmanager
+def other_random_state() -> Iterator[None]:
+    """The random state of Python, and of numpy where it is in use, ends as it was."""
+    numpy = sys.modules.get("numpy")
+    before, there = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.random.set_state(there)
 
 
 def _outline(step: Step, blocks: dict[str, nn.Module], bench: Bench) -> tuple[_Seen, float]:

@@ -10,7 +10,10 @@ def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
     """What happens if each block runs by its option, in the order of the forward."""
     options = _stayed(options)
     base = profile.static_bytes + profile.before_bytes + _slack(options)
-    blocks = [(path, option) for (path, _), option in zip(profile.order, options, strict=True)]
+    blocks = [
+        (path or "the model", option)
+        for (path, _), option in zip(profile.order, options, strict=True)
+    ]
     before = profile.before_bytes
     points = [(profile.first_peak - before, "the forward before the blocks")]
     link = _Link(profile.bytes_per_second)

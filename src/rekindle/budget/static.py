@@ -35,6 +35,10 @@ _STATES = {
     "RAdam": 2,
     "Adamax": 2,
     "Adadelta": 2,
+    "Rprop": 2,
+    "ASGD": 1,
+    "SparseAdam": 2,
+    "Muon": 1,
     "SGD": 0,
 }
 """Tensors of a parameter's size that an optimizer keeps; more with some options."""

@@ -110,6 +110,8 @@ class Profile:
     """What the forward has made since the block before, at each place; none if there is nothing."""
     inputs: tuple[tuple[int, ...], ...] = ()
     """The shapes that the model itself was called with; none if the step called parts of it."""
+    unused: tuple[str, ...] = ()
+    """Blocks that the step did not run."""
 
     def options(self, position: int) -> tuple[Option, ...]:
         """The menu at one place of the forward."""
@@ -138,7 +140,10 @@ def _profile_of(values: dict[str, Any]) -> Profile:
     order = tuple((path, index) for path, index in values.pop("order"))
     between = tuple(values.pop("between", ()))
     inputs = tuple(tuple(shape) for shape in values.pop("inputs", ()))
-    return Profile(blocks=blocks, order=order, between=between, inputs=inputs, **values)
+    unused = tuple(values.pop("unused", ()))
+    return Profile(
+        blocks=blocks, order=order, between=between, inputs=inputs, unused=unused, **values
+    )
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,9 @@ def _send(leaving: list[Tensor], staying: list[Tensor], fates: list[str]) -> lis
     return tickets
 
 
-def _fetch(ticket: Tensor, *_: Any) -> Tensor:
+def _fetch(
+    ticket: Tensor, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     found = _tickets.get(int(ticket))
     if found is None:
         raise OffloadError(
@@ -66,6 +68,8 @@ def _fetch(ticket: Tensor, *_: Any) -> Tensor:
             "back a copy of its ticket. Take them off, or let the policy keep its results."
         )
     x = found.saved.get()
+    if list(x.stride()) != list(stride):  # the forward's compiler chose others than its graph has
+        return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(x)
     return x.clone() if keep_graph() else x  # the graph may write to it
 
 

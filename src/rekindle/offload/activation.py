@@ -255,14 +255,25 @@ def may_move(x: Tensor, min_bytes: int) -> bool:
     holds it, and not before the op that saves it has returned: it may be about to be filled
     (`rrelu`'s noise).
     """
-    if type(x) is not Tensor or x.layout is not torch.strided:
+    if type(x) is not Tensor or x.layout is not torch.strided or x.numel() <= 1:
         return False
     if x.is_conj() or x.is_neg() or x.is_quantized or x.is_nested or x.is_inference():
         return False
     base: Any = x if x._base is None else x._base
     if isinstance(base, nn.Parameter) or (base.requires_grad and base.is_leaf):
         return False
-    return x.untyped_storage().nbytes() >= max(min_bytes, 1)
+    storage = x.untyped_storage()
+    if storage.nbytes() < max(min_bytes, 1):
+        return False
+    return _has_memory(storage)
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether there is anything to copy; what a transform of `torch.func` wraps has nothing."""
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def changed_in_place(saved: Saved | Kept, found: int) -> RekindleError:

@@ -52,6 +52,7 @@ class Collected:
 
     __slots__ = (
         "_frame",
+        "depth",
         "detached",
         "ended_elsewhere",
         "hasty",
@@ -66,6 +67,8 @@ class Collected:
         self, frame: "Frame", closely: bool = False, values: "Fingerprints | None" = None
     ) -> None:
         self._frame = ref(frame)
+        self.depth = 3
+        """How far the region's code is from where it is looked for."""
         self.tensors: list[Tensor] = []
         self.where: list[RawSite] | None = [] if closely or values is not None else None
         self.values = values
@@ -104,6 +107,7 @@ class Collected:
     def outside_traces(self, hook: Callable[[Tensor], int]) -> Callable[[Tensor], int | Slot]:
         """The hook, for what no graph is made of by an op of the region."""
         tracer = entered_mode(PROXY)
+        self.depth += 1
         return lambda x: hook(x) if entered_mode(PROXY) is tracer else filled(x)
 
     def detach(self, x: Tensor, position: int) -> Tensor:
@@ -133,7 +137,7 @@ class Collected:
     def look(self, x: Tensor) -> None:
         """Take down where the region is, and what the tensor holds."""
         assert self.where is not None
-        self.where.append(record(3))
+        self.where.append(record(self.depth))
         if self.values is not None:
             self.values.compare(len(self.tensors), x, self.where[-1])
 
