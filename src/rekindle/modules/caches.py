@@ -9,15 +9,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
 def forbid_cache(module: nn.Module, always: bool = False) -> RemovableHandle | None:
-    """Have a module called with `use_cache=False` where a replay may follow.
-
-    That is while it trains, or gradients are on. None if it takes no such thing.
+    """Have a module called with `use_cache=False` while it trains; None if it takes no such thing.
 
     Args:
         module: the module.
@@ -38,7 +35,7 @@ def _parameters(kind: type[nn.Module]) -> list[str]:
 
 
 def _without_cache(position: int, always: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    if not (module.training or always or torch.is_grad_enabled()):
+    if not (module.training or always):
         return None
     if len(args) > position:
         return (*args[:position], False, *args[position + 1 :]), kwargs

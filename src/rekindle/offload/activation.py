@@ -255,7 +255,9 @@ def may_move(x: Tensor, min_bytes: int) -> bool:
     holds it, and not before the op that saves it has returned: it may be about to be filled
     (`rrelu`'s noise).
     """
-    if type(x) is not Tensor or x.layout is not torch.strided or x.numel() <= 1:
+    if type(x) is not Tensor or x.layout is not torch.strided:
+        return False
+    if x.dtype is torch.int64 and x.numel() == 1:  # a number, or a ticket of a compiled graph's
         return False
     if x.is_conj() or x.is_neg() or x.is_quantized or x.is_nested or x.is_inference():
         return False
