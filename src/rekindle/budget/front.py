@@ -339,7 +339,7 @@ def _fitted(model: nn.Module, batch: Any, budget: int | str, measured: Profile) 
     """
     limit = budget_bytes(measured, budget)
     plan = _verified(model, batch, limit, measured)
-    for profile in _with_fewer_means(measured):
+    for profile in _with_fewer_means(measured, plan):
         assert plan.measured_time is not None, "it was tried out"
         late = agreed(plan.measured_time) - plan.predicted_time
         if late <= max(_LATE * plan.predicted_time, _HARDLY):
@@ -361,16 +361,17 @@ _HARDLY = 0.005
 """Seconds that say nothing: another step would take more, or less."""
 
 
-def _with_fewer_means(profile: Profile) -> Iterator[Profile]:
-    """The profile without the options that move something, then without those op by op."""
+def _with_fewer_means(profile: Profile, plan: Plan) -> Iterator[Profile]:
+    """The profile without the options that move something, then without those op by op.
+
+    As far as the plan uses such options.
+    """
     from rekindle.budget import solving  # noqa: PLC0415
 
-    still = solving.without_offload(profile)
-    if still != profile:
-        yield still
-    whole = solving.only(still, lambda option: option.fate != "select")
-    if whole != still:
-        yield whole
+    if plan.offloads:
+        yield solving.without_offload(profile)
+    if any(option.fate == "select" for _, _, option in plan.blocks):
+        yield solving.only(profile, lambda option: option.fate != "select")
 
 
 def _verified(model: nn.Module, batch: Any, limit: int, measured: Profile) -> Plan:
@@ -380,11 +381,12 @@ def _verified(model: nn.Module, batch: Any, limit: int, measured: Profile) -> Pl
     aim, peak = limit, 0
     for i in range(_TRIES):
         tell("solve")
-        if i == 0 or (i < _TRIES - 1 and solving.choose(measured, aim) is not None):
+        if i == 0:
             plan = _solved(measured, aim)
-        else:  # the least there is, in case it was predicted to be more than it is
-            least = solving.smallest(measured)
-            plan = _plan(measured, aim, least.options, least.prediction, least.gap)
+        else:
+            choice = solving.choose(measured, aim) if i < _TRIES - 1 else None
+            choice = choice or solving.smallest(measured)  # which may take less than predicted
+            plan = _plan(measured, aim, choice.options, choice.prediction, choice.gap)
         tell("verify")
         peak, seconds = try_out(model, batch, plan, measured)
         peak = highest(peak, next(model.parameters()).device)

@@ -14,8 +14,7 @@ def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
         (path or "the model", option)
         for (path, _), option in zip(profile.order, options, strict=True)
     ]
-    before = profile.before_bytes
-    points = [(profile.first_peak - before, "the forward before the blocks")]
+    points = [(profile.first_peak - profile.before_bytes, "the forward before the blocks")]
     link = _Link(profile.bytes_per_second)
     held = 0
     between = profile.between or (0,) * len(blocks)
@@ -33,7 +32,8 @@ def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
         points.append((held + option.backward_peak + ahead, f"the backward of {path}"))
         held -= option.bytes_held + made
         link.fetch(option.bytes_moved, option.backward_seconds)
-    points.append((profile.last_peak - before, "the backward after the blocks"))
+    last = profile.last_peak - profile.before_bytes
+    points.append((last, "the backward after the blocks"))
     highest, where = max(points)
     return Prediction(base + highest, profile.rest_seconds + link.seconds, where)
 
@@ -86,7 +86,6 @@ class _Link:
     """When all is copied that was given so far."""
     lead: float = 0.0
     """When the one that comes back next could begin: when the one before it was used."""
-
     leaving: int = 0
     """Bytes on their way out when something was last sent: until then it is let go, not after."""
 
