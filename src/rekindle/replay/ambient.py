@@ -8,6 +8,7 @@ regions run with nothing of it changed, and then taking it is a handful of calls
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -16,8 +17,10 @@ from rekindle.internals import (
     any_autocast,
     cuda_in_use,
     function_modes,
+    torch_function_disabled,
     torch_function_enabled,
     torch_function_on,
+    without_modes,
 )
 
 names: ContextVar[tuple[str, ...]] = ContextVar("names", default=())
@@ -48,10 +51,34 @@ def take() -> Ambient:
         _cudnn(),
         torch_function_on(),
         names.get(),
-        tuple(_priority()) if cuda_in_use() else None,
+        _order() if cuda_in_use() else None,
         _casts() if any_autocast() else None,
         torch.get_default_device() if function_modes() else None,
     )
+
+
+def _order() -> tuple[int, ...]:
+    """In which order attention kernels are tried."""
+    _settle_order()
+    return tuple(_priority())
+
+
+@cache
+def _settle_order() -> None:
+    """Have torch find its own order, which else it does at the first attention of the process.
+
+    That may be the one in the region: its replay would go by the order from before.
+    """
+    allowed = _flash(), _mem_efficient(), _math(), _cudnn()
+    with without_modes(), torch_function_disabled():
+        for allow in _allow:
+            allow(True)
+        try:
+            q = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
+            torch._fused_sdp_choice(q, q, q)
+        finally:
+            for allow, before in zip(_allow, allowed, strict=True):
+                allow(before)
 
 
 def has_autocast(then: Ambient) -> bool:
