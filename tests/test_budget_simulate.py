@@ -6,6 +6,7 @@ backward it may be off by what a real backward frees sooner. It is within 5 % ei
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,10 +85,42 @@ def test_what_the_backward_begins_with_stays() -> None:
     assert (found.peak, found.seconds) == (100 + 60 + 20, 2.0 + 4.0)
 
 
+def test_of_more_than_the_backward_begins_with_the_rest_moves() -> None:
+    both = Option("select", (), (1, 2), 10, 100, 1.0, 2.0, 60, 120)
+    stays = simulate(profile_of(2, rest_peak=1000), [KEEP, both]).peak
+    fast = profile_of(3, rest_peak=1000, bytes_per_second=1000.0)
+    moves = simulate(fast, [both, both, KEEP]).peak
+    assert stays == 100 + 10 + 100 + 1000
+    assert moves == 10 + 10 + 100 + 100 + 1000 + 100  # two that leave late, too
+
+
 def test_a_slow_link_is_waited_for_both_ways() -> None:
-    profile = profile_of(3, bytes_per_second=10.0)  # five seconds each way, out from the middle on
-    out = 0.5 + 5.0
-    assert simulate(profile, [MOVE, MOVE, KEEP]).seconds == out + 5.0 + 2.0
+    profile = profile_of(4, bytes_per_second=5.0)  # ten seconds each way, out from the middle on
+    out = 0.5 + 10.0
+    assert simulate(profile, [MOVE, MOVE, MOVE, KEEP]).seconds == out + 10.0 + 2.0
+
+
+def test_the_device_waits_for_a_host_that_is_slower() -> None:
+    slow = replace(KEEP, forward_host=2.0, backward_host=5.0)
+    assert simulate(profile_of(2), [slow, slow]).seconds == 2 * 2.0 + 2 * 5.0
+
+
+def test_a_host_that_is_faster_is_felt_at_the_beginning_alone() -> None:
+    fast = replace(KEEP, forward_host=0.5, backward_host=0.5)
+    assert simulate(profile_of(3), [fast] * 3).seconds == 0.25 + 3 * 3.0
+
+
+def test_a_slow_host_is_not_felt_while_the_device_has_work() -> None:
+    slow = replace(KEEP, forward_host=1.5)
+    busy = replace(KEEP, forward_seconds=10.0)
+    assert simulate(profile_of(2), [busy, slow]).seconds == 10.0 + 1.0 + 4.0
+    assert simulate(profile_of(2), [slow, busy]).seconds == 0.75 + 1.0 + 10.0 + 4.0
+
+
+def test_outside_the_blocks_the_host_gets_ahead() -> None:
+    slow = replace(KEEP, forward_host=2.0)
+    profile = profile_of(1, rest_seconds=3.0)
+    assert simulate(profile, [slow]).seconds == 2.0 + 3.0 + 2.0
 
 
 def test_without_moves_no_link_is_needed() -> None:
@@ -97,15 +130,30 @@ def test_without_moves_no_link_is_needed() -> None:
 
 def test_what_has_not_left_yet_is_still_there() -> None:
     large = Option("keep", (), (), 100, 0, 1.0, 2.0, 300, 30)
-    slow = profile_of(3, bytes_per_second=10.0)
-    # At the third block's forward: what is held, its peak, and what is left to copy of 50; and
-    # room for two that are late.
-    assert simulate(slow, [MOVE, MOVE, large]).peak == 10 + 60 + 300 + 45 + 2 * 50
-    assert simulate(profile_of(3), [MOVE, MOVE, large]).peak == 10 + 60 + 300 + 2 * 50
+    slow = profile_of(4, bytes_per_second=10.0)
+    # At the last block's forward: what is held, its peak, and what is left to copy of 50; and room
+    # for two that are late.
+    held = 10 + 60 + 60
+    assert simulate(slow, [MOVE, MOVE, MOVE, large]).peak == held + 300 + 45 + 2 * 50
+    assert simulate(profile_of(4), [MOVE, MOVE, MOVE, large]).peak == held + 300 + 2 * 50
 
 
 def test_what_comes_back_next_is_there_ahead_of_its_use() -> None:
-    assert simulate(profile_of(3), [MOVE, MOVE, DROP]).peak == 10 + 60 + 10 + 120 + 50 + 2 * 50
+    large = replace(DROP, backward_peak=1000)
+    found = simulate(profile_of(4), [MOVE, MOVE, MOVE, large])
+    assert found.peak == 10 + 60 + 60 + 10 + 1000 + 50
+
+
+def test_no_more_than_two_results_come_back_ahead() -> None:
+    large = replace(DROP, backward_peak=1000)
+    moves = [MOVE] * 6  # of which the last two stay
+    assert simulate(profile_of(7), [*moves, large]).peak == 4 * 10 + 2 * 60 + 10 + 1000 + 2 * 50
+
+
+def test_the_largest_result_that_moves_says_how_much_is_late() -> None:
+    uneven = Option("select", (), (1, 2), 10, 50, 1.0, 2.0, 60, 70, largest_moved=40)
+    found = simulate(profile_of(4, rest_peak=1000), [uneven, uneven, KEEP, KEEP])
+    assert found.peak == 2 * 10 + 80 + 2 * 100 + 1000 + 2 * 40
 
 
 class Language(nn.Module):

@@ -7,7 +7,7 @@ from torch import nn
 import rekindle
 from rekindle.budget import profiling
 from rekindle.budget.together import told_together
-from rekindle.budget.values import BlockProfile, Option
+from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.modules.forward import forward_of
 from tests.toys import Stack
 
@@ -19,11 +19,15 @@ MANY = Option("select", (0, 1), (), 50, 0, 1.0, 2.25)
 FEW = Option("select", (0,), (), 20, 0, 1.0, 2.5)
 AWAY = Option("select", (), (0,), 5, 15, 1.0, 2.5)
 BLOCK = BlockProfile("Block", "Block", (KEEP, DROP, MANY, FEW, AWAY))
-ORDER = [(f"blocks.{i}", 0) for i in range(4)]
+
+
+def profile_of(block: BlockProfile = BLOCK) -> Profile:
+    order = tuple((f"blocks.{i}", 0) for i in range(4))
+    return Profile("Stack", "none", "", 0, 0, 0, 0.5, 0.0, (block,), order)
 
 
 def together(seconds: float, model: nn.Module) -> BlockProfile:
-    (found,) = told_together(model, [BLOCK], ORDER, 0.5, lambda: seconds)
+    (found,) = told_together(model, profile_of(), lambda: seconds).blocks
     return found
 
 
@@ -44,7 +48,7 @@ def test_the_step_runs_by_the_option_that_holds_least_and_moves_nothing() -> Non
         seen.extend(forward_of(block) for block in model.blocks)
         return 0.0
 
-    told_together(model, [BLOCK], ORDER, 0.0, step)
+    told_together(model, profile_of(), step)
     assert [forward.way.by_number.keys() for forward in seen] == [{0}] * 4  # type: ignore[union-attr]
     assert all(forward_of(block) is None for block in model.blocks)
 
@@ -54,13 +58,13 @@ def test_a_step_that_does_not_fit_changes_nothing() -> None:
         raise torch.OutOfMemoryError("no room")
 
     model = Stack(4)
-    assert told_together(model, [BLOCK], ORDER, 0.0, step) == [BLOCK]
+    assert told_together(model, profile_of(), step) == profile_of()
     assert all(forward_of(block) is None for block in model.blocks)
 
 
 def test_blocks_without_such_options_are_left_alone() -> None:
     block = BlockProfile("Block", "Block", (KEEP, DROP))
-    assert told_together(Stack(4), [block], ORDER, 0.0, lambda: 100.0) == [block]
+    assert told_together(Stack(4), profile_of(block), lambda: 100.0) == profile_of(block)
 
 
 def test_a_profile_is_told_together_where_host_and_device_work_at_once(
@@ -78,7 +82,7 @@ def test_a_profile_is_told_together_where_host_and_device_work_at_once(
     monkeypatch.setattr(
         profiling,
         "told_together",
-        lambda model, profiles, order, rest, timed: told.append(timed()) or profiles,
+        lambda model, profile, timed: told.append(timed()) or profile,
     )
     rekindle.profile(Stack(3, 16), torch.randn(64, 16))
     assert len(told) == 1

@@ -12,6 +12,7 @@ from rekindle.budget.memory import metered
 from rekindle.budget.timing import RUNS, Clock
 from rekindle.budget.values import Option
 from rekindle.modules.application import apply, remove
+from rekindle.selective.by_save import derivable
 
 
 class Lone:
@@ -30,6 +31,11 @@ class Lone:
         self._block(*args, **kwargs)  # once before, so that no kernel is chosen or loaded in it
         return record(lambda: self._block(*args, **kwargs), self._clock)
 
+    def derivable(self, graph: Graph) -> tuple[int, ...]:
+        """The numbers of what is saved that one op gives back from other things that are."""
+        args, kwargs = self._inputs()
+        return tuple(sorted(derivable(lambda: self._block(*args, **kwargs), len(graph.saves))))
+
     def measured(self, option: Option) -> Option:
         """An option, with what it costs."""
         what = what_of(option)
@@ -42,16 +48,19 @@ class Lone:
             times = [self._once() for _ in range(1 if self._clock.is_exact else RUNS)]
         finally:
             remove(self._block)
-        forward, backward = (min(t[i] for t in times) for i in (0, 1))
+        forward, backward, *host = (min(taken) for taken in zip(*times, strict=True))
         return Option(
             option.fate,
             option.kept,
             option.offloaded,
+            derived=option.derived,
             bytes_held=memory[0],
             forward_seconds=forward,
             backward_seconds=backward,
             forward_peak=memory[1],
             backward_peak=memory[2],
+            forward_host=host[0],
+            backward_host=host[1],
         )
 
     def _inputs(self) -> tuple[Any, Any]:
@@ -82,8 +91,8 @@ class Lone:
             end.backward()
             return held, forward_peak, meter.peak() - held
 
-    def _once(self) -> tuple[float, float]:
-        """Seconds of a forward and of a backward, as they take in the middle of a step."""
+    def _once(self) -> tuple[float, float, float, float]:
+        """Seconds of a forward and a backward in the middle of a step; then those of the host."""
         args, kwargs = self._inputs()
         clock = self._clock
         clock.keep_busy()
@@ -96,7 +105,8 @@ class Lone:
         if outs:
             torch.autograd.backward(outs, grads)
         end = clock.mark()
-        return clock.seconds(begin, middle), clock.seconds(again, end)
+        device = clock.seconds(begin, middle), clock.seconds(again, end)
+        return *device, clock.host_seconds(begin, middle), clock.host_seconds(again, end)
 
 
 def _seeds(out: Any, with_gradients: bool = True) -> tuple[list[Tensor], list[Tensor]]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from rekindle.budget.values import Option
 from rekindle.policies import Policy
+from rekindle.selective.by_save import Saves
 from rekindle.selective.fates import Fate
 from rekindle.selective.where import SelectiveCheckpointContext
 
@@ -30,8 +31,10 @@ class Numbered(Policy):
         return f"<{', '.join([*told, 'recompute the rest'])}>"
 
 
-def what_of(option: Option) -> str | Policy:
+def what_of(option: Option) -> str | Policy | Saves:
     """The fate or the policy of a block that runs by an option."""
+    if option.fate == "derive":
+        return Saves(frozenset(option.derived), frozenset(option.offloaded))
     if option.fate != "select":
         return option.fate
     return Numbered(frozenset(option.kept), frozenset(option.offloaded))

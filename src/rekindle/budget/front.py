@@ -274,6 +274,7 @@ def fit(
     budget: int | str,
     *,
     optimizer: Any = None,
+    profile: Profile | None = None,
     progress: bool | None = None,
 ) -> Plan:
     """Make a training step of a model fit a budget, at the smallest cost in time, in place.
@@ -299,15 +300,21 @@ def fit(
         batch: as for `profile`: the largest that training will see.
         budget: as for `solve`.
         optimizer: the optimizer, for the size of its state.
+        profile: what `rekindle.profile` measured of this model and batch, if it has been: then
+            another budget takes seconds.
         progress: as for `profile`.
     """
     _check_budget(budget)
+    if profile is not None and not isinstance(profile, Profile):
+        raise TypeError(f"profile should be a Profile, but got {type(profile).__name__}")
     with shown(_progress(progress)):
-        return _fit(model, batch, budget, optimizer)
+        return _fit(model, batch, budget, optimizer, profile)
 
 
-def _fit(model: nn.Module, batch: Any, budget: int | str, optimizer: Any) -> Plan:
-    measured = agreed(profile(model, batch, optimizer=optimizer))
+def _fit(
+    model: nn.Module, batch: Any, budget: int | str, optimizer: Any, known: Profile | None
+) -> Plan:
+    measured = agreed(known or profile(model, batch, optimizer=optimizer))
     plan = _fitted(model, batch, budget, measured)
     apply(model, plan)
     state = 0 if optimizer is None else optimizer_bytes(optimizer)

@@ -49,13 +49,15 @@ class Graph:
     values: tuple[Value, ...]
     saved: frozenset[int]
     """Values that autograd saves."""
+    saves: tuple[int | None, ...] = ()
+    """What autograd saves, one after the other: a value, or None for what comes from outside."""
 
 
 @dataclass
 class _Builder:
     ops: list[Op] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
-    saved: set[int] = field(default_factory=set)
+    saves: list[int | None] = field(default_factory=list)
     by_storage: dict[int, int] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)
     alive: list[Tensor] = field(default_factory=list)
@@ -124,22 +126,22 @@ def record(forward: Callable[[], Any], clock: Clock) -> Graph:
     built = _Builder()
 
     def pack(tensor: Tensor) -> Tensor:
-        index = built.find(tensor)
-        if index is not None:
-            built.saved.add(index)
+        if not is_traced():
+            built.saves.append(built.find(tensor))
         return tensor
 
     mode = _GraphMode(built, clock)
     with saved_tensors_hooks(pack, lambda tensor: tensor), mode:
         out = forward()
-    seconds = {op: clock.op_seconds(begin, end) for op, begin, end in mode.marks}
+    seconds = {op: clock.seconds(begin, end) for op, begin, end in mode.marks}
     del out
     ops = tuple(
         Op(op.number, op.name, seconds.get(i, 0.0), op.inputs, op.outputs)
         for i, op in enumerate(built.ops)
     )
     values = (replace(value, changes=i in built.changed) for i, value in enumerate(built.values))
-    return Graph(ops, tuple(values), frozenset(built.saved))
+    saved = frozenset(index for index in built.saves if index is not None)
+    return Graph(ops, tuple(values), saved, tuple(built.saves))
 
 
 def _key(tensor: Tensor) -> int:

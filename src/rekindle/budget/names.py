@@ -7,13 +7,21 @@ from rekindle.budget.values import Option
 
 
 def named(option: Option, graph: Graph) -> Option:
-    """An option, with words for the ops that it keeps and offloads."""
+    """An option, with words for the ops whose results it keeps, offloads and makes again."""
     ops = sorted(graph.ops, key=lambda op: -sum(graph.values[v].nbytes for v in op.outputs))
-    kept, offloaded = (
-        tuple(word_of(op.name) for op in ops if op.number in numbers)
-        for numbers in (option.kept, option.offloaded)
+    kept, offloaded, derived = (
+        tuple(word_of(op.name) for op in ops if op.number in _ops(option, graph, numbers))
+        for numbers in (option.kept, option.offloaded, option.derived)
     )
-    return replace(option, kept_names=kept, offloaded_names=offloaded)
+    return replace(option, kept_names=kept, offloaded_names=offloaded, derived_names=derived)
+
+
+def _ops(option: Option, graph: Graph, numbers: tuple[int, ...]) -> set[int]:
+    """The numbers of the ops that an option's numbers stand for."""
+    if option.fate != "derive":
+        return set(numbers)
+    makers = (graph.values[v].maker for n in numbers if (v := graph.saves[n]) is not None)
+    return {graph.ops[maker].number for maker in makers if maker is not None}
 
 
 def word_of(name: str) -> str:

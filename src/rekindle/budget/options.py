@@ -6,27 +6,29 @@ from rekindle.budget.graph import Graph
 from rekindle.budget.values import Option
 
 
-def makers(graph: Graph) -> set[int]:
-    """The ops that make what backward needs, by their index."""
-    makers = {graph.values[v].maker for v in graph.saved}
-    return {maker for maker in makers if maker is not None}
+def deriving(derivable: tuple[int, ...], graph: Graph) -> list[Option]:
+    """To make again all that one op gives back, or the large ones of it alone."""
+    sizes = {n: graph.values[v].nbytes for n in derivable if (v := graph.saves[n]) is not None}
+    large = tuple(n for n, nbytes in sizes.items() if 2 * nbytes >= max(sizes.values()))
+    sets = dict.fromkeys((large, derivable))
+    return [Option("derive", derived=numbers) for numbers in sets if numbers]
 
 
-def offloading(option: Option, graph: Graph) -> list[Option]:
+def offloading(
+    option: Option, graph: Graph, host: tuple[float, float] = (0.0, 0.0)
+) -> list[Option]:
     """The same with some of what is kept sent to host memory: the largest, and so on to all.
 
-    Time is that of the option: whether the link keeps up is seen when blocks are put together.
+    Time is that of the option, and what each result takes the host, out and back: whether the link
+    keeps up is seen when blocks are put together.
     """
-    sizes: dict[int, int] = {}
-    for op in graph.ops:
-        if op.number in option.kept and not any(graph.values[v].changes for v in op.outputs):
-            sizes[op.number] = sum(graph.values[v].nbytes for v in op.outputs if v in graph.saved)
+    sizes = (_saves_of if option.fate == "derive" else _kept_of)(option, graph)
     worth = max(sum(sizes.values()) // 100, 1)
     largest = sorted((n for n, nbytes in sizes.items() if nbytes >= worth), key=lambda n: -sizes[n])
     found = []
     for count in range(1, len(largest) + 1):
-        away = largest[:count]
-        moved = sum(sizes[number] for number in away)
+        away = [number for numbers in largest[:count] for number in numbers]
+        moved = sum(sizes[numbers] for numbers in largest[:count])
         found.append(
             replace(
                 option,
@@ -35,9 +37,34 @@ def offloading(option: Option, graph: Graph) -> list[Option]:
                 bytes_held=max(option.bytes_held - moved, 0),
                 bytes_moved=moved,
                 backward_peak=option.backward_peak + moved,
+                forward_host=option.forward_host + count * host[0],
+                backward_host=option.backward_host + count * host[1],
+                largest_moved=sizes[largest[0]],
             )
         )
     return [] if not found else [*found[:_MOVES], *([found[-1]] if len(found) > _MOVES else [])]
+
+
+def _kept_of(option: Option, graph: Graph) -> dict[tuple[int, ...], int]:
+    """The results that an option keeps, by the number of their op, with what is saved of them."""
+    return {
+        (op.number,): sum(graph.values[v].nbytes for v in op.outputs if v in graph.saved)
+        for op in graph.ops
+        if op.number in option.kept and not any(graph.values[v].changes for v in op.outputs)
+    }
+
+
+def _saves_of(option: Option, graph: Graph) -> dict[tuple[int, ...], int]:
+    """The results that an option keeps, by their numbers among what is saved."""
+    numbers: dict[int, list[int]] = {}
+    for number, v in enumerate(graph.saves):
+        if v is not None and graph.values[v].maker is not None and not graph.values[v].changes:
+            numbers.setdefault(v, []).append(number)
+    return {
+        tuple(found): graph.values[v].nbytes
+        for v, found in numbers.items()
+        if not set(found) & set(option.derived)
+    }
 
 
 _MOVES = 6
@@ -48,8 +75,10 @@ def undominated(options: list[Option]) -> list[Option]:
     """Without options that hold, move and take as much as another or more."""
 
     def costs(option: Option) -> tuple[float, ...]:
+        seconds = option.forward_seconds + option.backward_seconds
+        host = option.forward_host + option.backward_host
         peaks = option.forward_peak, option.backward_peak
-        return option.bytes_held, option.bytes_moved, option.seconds, *peaks
+        return option.bytes_held, option.bytes_moved, seconds, host, *peaks
 
     return [
         option
@@ -60,5 +89,5 @@ def undominated(options: list[Option]) -> list[Option]:
             for j, other in enumerate(options)
             if j != i
         )
-        or option.fate != "select"
+        or option.fate in ("keep", "recompute")
     ]

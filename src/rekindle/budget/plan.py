@@ -12,6 +12,7 @@ from rekindle.budget.execute import what_of
 from rekindle.budget.values import Nearby, Option, option_of
 from rekindle.modules.blocks import blocks_of
 from rekindle.policies import Policy
+from rekindle.selective.by_save import Saves
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Plan:
     unused: tuple[str, ...] = ()
     """Blocks that the step did not run: they stay as they are."""
 
-    def fates(self, model: nn.Module) -> Mapping[str, str | Policy]:
+    def fates(self, model: nn.Module) -> Mapping[str, str | Policy | Saves]:
         """What each block of a model is given; an error if the plan is for another one."""
         if type(model).__name__ != self.model:
             raise ValueError(

@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,10 @@ from rekindle.budget.fake import has_no_memory
 from rekindle.budget.memory import Meter, bytes_of, metered
 from rekindle.budget.names import named
 from rekindle.budget.noted import notes_put_back
-from rekindle.budget.options import makers, offloading, undominated
+from rekindle.budget.options import deriving, offloading, undominated
 from rekindle.budget.progress import each, tell
 from rekindle.budget.shapes import elements, input_shapes
+from rekindle.budget.simulate import simulate
 from rekindle.budget.static import static_bytes
 from rekindle.budget.timing import RUNS, Clock, DeviceClock, now
 from rekindle.budget.together import told_together
@@ -195,36 +196,35 @@ def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profi
         if not seen.order:
             raise ValueError("The step ran none of the model's blocks: does it call the model?")
         profiles, order = _profiles(blocks, seen, bench)
-        rest_seconds = max(seconds - _recomputed_seconds(profiles, order), 0.0)
+        found = Profile(
+            model=type(model).__name__,
+            device=bench.name,
+            batch=step.shapes(),
+            static_bytes=static,
+            before_bytes=seen.before,
+            rest_peak=seen.rest_peak,
+            rest_seconds=0.0,
+            bytes_per_second=bench.bytes_per_second,
+            blocks=tuple(profiles),
+            order=tuple(order),
+            first_peak=seen.first_peak,
+            last_peak=seen.last_peak,
+            between=tuple(seen.between),
+            inputs=seen.inputs,
+            unused=tuple(path for path in blocks if path not in seen.order),
+        )
+        found = replace(found, rest_seconds=max(seconds - _recomputed_seconds(found), 0.0))
         if bench.shows_more_together:
             tell("all blocks together")
-            timed = partial(bench.clock.timed, step)
-            profiles = told_together(model, profiles, order, rest_seconds, timed)
-    return Profile(
-        model=type(model).__name__,
-        device=bench.name,
-        batch=step.shapes(),
-        static_bytes=static,
-        before_bytes=seen.before,
-        rest_peak=seen.rest_peak,
-        rest_seconds=rest_seconds,
-        bytes_per_second=bench.bytes_per_second,
-        blocks=tuple(profiles),
-        order=tuple(order),
-        first_peak=seen.first_peak,
-        last_peak=seen.last_peak,
-        between=tuple(seen.between),
-        inputs=seen.inputs,
-        unused=tuple(path for path in blocks if path not in seen.order),
-    )
+            found = told_together(model, found, partial(bench.clock.timed, step))
+    return found
 
 
-def _recomputed_seconds(profiles: list[BlockProfile], order: list[tuple[str, int]]) -> float:
+def _recomputed_seconds(profile: Profile) -> float:
     """What all blocks take together if all of them are recomputed."""
-    whole = [
-        next(option for option in block.options if option.fate == "recompute") for block in profiles
-    ]
-    return sum(whole[index].seconds for _, index in order)
+    menus = (profile.options(i) for i in range(len(profile.order)))
+    recomputed = [next(option for option in menu if option.fate == "recompute") for menu in menus]
+    return simulate(profile, recomputed).seconds
 
 
 @contextmanager
@@ -415,15 +415,32 @@ def _menu(block: nn.Module, call: tuple[Any, Any], bench: Bench) -> tuple[Option
     run = Lone(block, call, bench.device, bench.clock)
     graph = run.graph()
     candidates = [Option("keep"), Option("recompute")]
+    candidates += deriving(run.derivable(graph), graph)
     candidates += [Option("select", tuple(sorted(kept))) for kept in keep_sets(graph)]
     candidates = agreed(candidates)  # a block that is sharded is gathered by all ranks at a time
     options = [run.measured(option) for option in each(candidates, "option")]
     if bench.bytes_per_second:
-        everything = tuple(sorted(graph.ops[m].number for m in makers(graph)))
-        whole = run.measured(Option("select", everything))
-        selected = [whole, *(option for option in options if option.fate == "select")]
-        options += [less for option in selected for less in offloading(option, graph)]
+        whole = run.measured(Option("derive"))
+        host = _host_of_a_move(run, whole, offloading(whole, graph)[:-1])
+        several = [whole, *(o for o in options if o.fate in ("derive", "select"))]
+        options += [less for option in several for less in offloading(option, graph, host)]
     return tuple(named(option, graph) for option in undominated(options))
+
+
+def _host_of_a_move(run: Lone, whole: Option, moving: list[Option]) -> tuple[float, float]:
+    """Seconds that it takes the host to send a result away, and to bring it back."""
+    if not whole.forward_host or not moving:
+        return 0.0, 0.0
+    moved = run.measured(moving[-1])
+    count = max(len(moving) - _STAYING, 1)
+    return (
+        max(moved.forward_host - whole.forward_host, 0.0) / count,
+        max(moved.backward_host - whole.backward_host, 0.0) / count,
+    )
+
+
+_STAYING = 2
+"""Results that stay after all, because the backward wants them first."""
 
 
 def _bandwidth(device: torch.device) -> float:

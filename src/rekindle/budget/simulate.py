@@ -1,87 +1,89 @@
 """The step's timeline: how high memory rises at each of its points, and how long it takes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rekindle.budget.values import Option, Prediction, Profile
 
 
 def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
-    """What happens if each block runs by its option, in the order of the forward."""
-    options = _stayed(options)
-    base = profile.static_bytes + profile.before_bytes + _slack(options)
+    """What happens if each block runs by its option, in the order of the forward.
+
+    The offload engine lets two large results leave late, and has two come back early: its lead.
+    """
+    lead = 2 * max((_largest(option) for option in options if option.bytes_moved), default=0)
+    stays = _stays(options, lead)
+    moves = [option.bytes_moved - stay for option, stay in zip(options, stays, strict=True)]
+    late = lead if any(moves) else 0
     blocks = [
-        (path or "the model", option)
-        for (path, _), option in zip(profile.order, options, strict=True)
+        (path or "the model", option, stay, moved)
+        for (path, _), option, stay, moved in zip(profile.order, options, stays, moves, strict=True)
     ]
     points = [(profile.first_peak - profile.before_bytes, "the forward before the blocks")]
-    link = _Link(profile.bytes_per_second)
+    clock = _Clock(profile.bytes_per_second)
     held = 0
     between = profile.between or (0,) * len(blocks)
-    for (path, option), made in zip(blocks, between, strict=True):
+    for (path, option, stay, moved), made in zip(blocks, between, strict=True):
         held += made
-        points.append((held + option.forward_peak + link.leaving, f"the forward of {path}"))
-        held += option.bytes_held
-        link.send(option.bytes_moved, option.forward_seconds)
-    points.append((held + profile.rest_peak + link.leaving, "the head and the loss"))
-    link.turn(profile.rest_seconds)
-    fetched = _fetched(blocks)
-    for (path, option), ahead, made in zip(
-        reversed(blocks), fetched, reversed(between), strict=True
+        there = held + clock.leaving + late
+        points.append((there + option.forward_peak, f"the forward of {path}"))
+        held += option.bytes_held + stay
+        clock.forward(option, moved)
+    points.append((held + clock.leaving + late + profile.rest_peak, "the head and the loss"))
+    clock.turn(profile.rest_seconds)
+    ahead = _ahead(moves, lead)
+    for (path, option, stay, moved), coming, made in zip(
+        reversed(blocks), reversed(ahead), reversed(between), strict=True
     ):
-        points.append((held + option.backward_peak + ahead, f"the backward of {path}"))
-        held -= option.bytes_held + made
-        link.fetch(option.bytes_moved, option.backward_seconds)
+        points.append((held + option.backward_peak - stay + coming, f"the backward of {path}"))
+        held -= option.bytes_held + stay + made
+        clock.backward(option, moved)
     last = profile.last_peak - profile.before_bytes
     points.append((last, "the backward after the blocks"))
     highest, where = max(points)
-    return Prediction(base + highest, profile.rest_seconds + link.seconds, where)
+    base = profile.static_bytes + profile.before_bytes
+    return Prediction(base + highest, clock.seconds, where)
 
 
-def _stayed(options: Sequence[Option]) -> list[Option]:
-    """The options, with what the last that moves something would move held.
+def _stays(options: Sequence[Option], lead: int) -> list[int]:
+    """Bytes of each block that are to move and do not, from the last block on, `lead` in all.
 
-    The backward wants it first, so the offload engine keeps as much as two large results of it.
+    The backward wants them first, so the offload engine keeps as much as two large results.
     """
-    found = list(options)
-    last = max((i for i, option in enumerate(found) if option.bytes_moved), default=None)
-    if last is not None:
-        option = found[last]
-        moved = option.bytes_moved
-        found[last] = replace(
-            option,
-            bytes_held=option.bytes_held + moved,
-            bytes_moved=0,
-            backward_peak=option.backward_peak - moved,
-        )
+    stays = [0] * len(options)
+    for i in range(len(options) - 1, -1, -1):
+        if not lead:
+            break
+        stays[i] = min(options[i].bytes_moved, lead)
+        lead -= stays[i]
+    return stays
+
+
+def _largest(option: Option) -> int:
+    return option.largest_moved or option.bytes_moved // max(len(option.offloaded), 1)
+
+
+def _ahead(moves: Sequence[int], lead: int) -> list[int]:
+    """What is there ahead of its use in each backward: what comes back next, up to `lead`."""
+    found, coming = [], 0
+    for moved in moves:
+        found.append(coming)
+        coming = min(coming + moved, lead)
     return found
 
 
-def _slack(options: Sequence[Option]) -> int:
-    """What may be there more than the timeline says: two results that leave late or come early."""
-    moving = (option for option in options if option.bytes_moved)
-    return 2 * max(
-        (option.bytes_moved // max(len(option.offloaded), 1) for option in moving), default=0
-    )
-
-
-def _fetched(blocks: Sequence[tuple[str, Option]]) -> list[int]:
-    """What is there ahead of its use in each backward: the next that comes back."""
-    following = [option.bytes_moved for _, option in reversed(blocks)]
-    found, coming = [], 0
-    for moved in reversed(following):
-        found.append(coming)
-        coming = moved or coming
-    return found[::-1]
-
-
 @dataclass
-class _Link:
-    """Copies one thing after another, out in the forward and back in the backward."""
+class _Clock:
+    """The host has the device work, block after block, and the link copies one thing after another.
+
+    Out in the forward, back in the backward. A step begins with all of them idle.
+    """
 
     rate: float
     seconds: float = 0.0
     """What the device has worked and waited so far."""
+    host: float = 0.0
+    """The same of the host, which waits for nobody."""
     free_at: float = 0.0
     """When all is copied that was given so far."""
     lead: float = 0.0
@@ -89,23 +91,34 @@ class _Link:
     leaving: int = 0
     """Bytes on their way out when something was last sent: until then it is let go, not after."""
 
-    def send(self, nbytes: int, seconds: float) -> None:
+    def forward(self, option: Option, moved: int) -> None:
         """A block's forward, with what it sends away: as it is made."""
-        begin = max(self.free_at, self.seconds + seconds / 2)
-        self.seconds += seconds
-        if nbytes:
-            self.free_at = max(begin + nbytes / self.rate, self.seconds)
+        began = self.seconds
+        self._work(option.forward_seconds, option.forward_host)
+        if moved:
+            begin = max(self.free_at, (began + self.seconds) / 2)
+            self.free_at = max(begin + moved / self.rate, self.seconds)
             self.leaving = int((self.free_at - self.seconds) * self.rate)
 
     def turn(self, seconds: float) -> None:
-        """The backward begins when all has left; half of what is outside the blocks is before."""
-        self.seconds = max(self.seconds + seconds / 2, self.free_at) - seconds / 2
+        """What is outside the blocks: half of it is after the backward began, when all has left."""
+        self.seconds = max(self.seconds + seconds, self.free_at + seconds / 2)
         self.free_at = self.lead = self.seconds
 
-    def fetch(self, nbytes: int, seconds: float) -> None:
+    def backward(self, option: Option, moved: int) -> None:
         """A block's backward, for which something has to come back: the next one ahead of it."""
-        if nbytes:
-            came = max(self.free_at, self.lead) + nbytes / self.rate
+        if moved:
+            came = max(self.free_at, self.lead) + moved / self.rate
             self.free_at, self.lead = came, max(self.seconds, came)
             self.seconds = max(self.seconds, came)
-        self.seconds += seconds
+        self._work(option.backward_seconds, option.backward_host)
+
+    def _work(self, seconds: float, host: float) -> None:
+        """The device works as the host tells it, and no faster than it does.
+
+        One that has nothing else to do begins with small ops and waits for each: it is as if it
+        began in the middle.
+        """
+        begin = max(self.seconds, self.host + host / 2)
+        self.host += host
+        self.seconds = max(begin + seconds, self.host)

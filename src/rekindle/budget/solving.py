@@ -8,6 +8,7 @@ says how far from the best its answer may be.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from random import Random
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -68,7 +69,8 @@ def choose(profile: Profile, budget: int) -> Choice | None:
         starts = [_least_held(profile)]
     found = [improved(profile, choice, budget) for choice in starts]
     fitting = [choice for choice in found if choice.prediction.peak <= budget]
-    return min(fitting, key=_seconds, default=None)
+    best = min(fitting, key=_seconds, default=None)
+    return None if best is None else _shaken(profile, best, budget)
 
 
 def without_offload(profile: Profile) -> Profile:
@@ -126,10 +128,6 @@ _LOOKS = 300_000
 
 def improved(profile: Profile, choice: Choice, budget: int) -> Choice:
     """The choice, changed one block at a time as long as that makes it better."""
-
-    def badness(prediction: Prediction) -> tuple[int, float]:
-        return max(prediction.peak - budget, 0), prediction.seconds
-
     paths = [path for path, _ in profile.order]
     looks = 0
     while looks < _LOOKS:
@@ -140,11 +138,43 @@ def improved(profile: Profile, choice: Choice, budget: int) -> Choice:
                 options = tuple(option if i in same else o for i, o in enumerate(choice.options))
                 prediction = simulate(profile, options)
                 looks += len(options)
-                if badness(prediction) < badness(best.prediction):
+                if _badness(prediction, budget) < _badness(best.prediction, budget):
                     best = Choice(options, prediction, choice.gap)
         if best is choice:
             return choice
         choice = best
+    return choice
+
+
+def _badness(prediction: Prediction, budget: int) -> tuple[int, float]:
+    return max(prediction.peak - budget, 0), prediction.seconds
+
+
+_SHAKES = 100_000
+"""Blocks that are looked at to shake a choice, about a quarter of a second."""
+
+
+def _shaken(profile: Profile, choice: Choice, budget: int) -> Choice:
+    """The choice, with two blocks at a time changed at random wherever that makes it better.
+
+    At random, but the same for the same question.
+    """
+    if len({path for path, _ in profile.order}) < len(profile.order):
+        return choice  # a block that is called twice has one option
+    dice = Random(0)
+    count = len(profile.order)
+    pairs = sum(len(profile.options(i)) for i in range(count)) ** 2
+    for _ in range(min(_SHAKES // count, pairs)):
+        one, other = dice.randrange(count), dice.randrange(count)
+        options = list(choice.options)
+        if profile.order[one][1] == profile.order[other][1] and dice.random() < 0.3:
+            options[one], options[other] = options[other], options[one]
+        else:
+            options[one] = dice.choice(profile.options(one))
+            options[other] = dice.choice(profile.options(other))
+        prediction = simulate(profile, options)
+        if _badness(prediction, budget) < _badness(choice.prediction, budget):
+            choice = Choice(tuple(options), prediction, choice.gap)
     return choice
 
 

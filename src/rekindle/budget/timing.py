@@ -23,17 +23,17 @@ class Clock(Protocol):
         """A point in time."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two points, for a block: the longer of what host and device take."""
+        """What the device takes between two points."""
 
-    def op_seconds(self, begin: Any, end: Any) -> float:
-        """Between two points, for an op: what the device takes."""
+    def host_seconds(self, begin: Any, end: Any) -> float:
+        """What the host takes, where it works beside the device; else 0."""
 
     def timed(self, step: Callable[[], None]) -> float:
         """Seconds that a step takes, from an idle device to an idle device."""
 
 
 class DeviceClock:
-    """Times work as it takes when the host runs ahead of the device: the longer of the two.
+    """Times work as it takes when the host runs ahead of the device.
 
     In the middle of a step the device has work queued, so a host that is slower for a moment is not
     felt. Alone, a block would wait for the host at every op. So the device is kept busy first.
@@ -58,10 +58,10 @@ class DeviceClock:
         event.record()
         return host, event
 
-    def seconds(self, begin: tuple[float, Any], end: tuple[float, Any]) -> float:
-        return max(end[0] - begin[0], self.op_seconds(begin, end))
+    def host_seconds(self, begin: tuple[float, Any], end: tuple[float, Any]) -> float:
+        return end[0] - begin[0] if self._is_cuda else 0.0
 
-    def op_seconds(self, begin: tuple[float, Any], end: tuple[float, Any]) -> float:
+    def seconds(self, begin: tuple[float, Any], end: tuple[float, Any]) -> float:
         if not self._is_cuda:
             return end[0] - begin[0]
         end[1].synchronize()

@@ -1,52 +1,49 @@
 """What blocks run alone do not show: how long they take together.
 
-Alone, a block is timed on a device that is kept busy. In a step it follows others, and where the
-host is what bounds them, an option that has the host do more takes longer than it did alone. So one
-step runs with every block op by op, and what it takes longer than its blocks did is added to them.
+Alone, a block is timed on a device that is kept busy, and so is the host beside it. In a step it
+follows others, and an option that has the host do more may take longer than it did alone. So one
+step runs with every block op by op, and what it takes longer than it should is added to them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from rekindle.budget.execute import what_of
-from rekindle.budget.values import BlockProfile, Option
+from rekindle.budget.simulate import simulate
+from rekindle.budget.values import Option, Profile
 from rekindle.modules.application import apply, remove
 
 
 def told_together(
-    model: nn.Module,
-    profiles: Sequence[BlockProfile],
-    order: Sequence[tuple[str, int]],
-    rest_seconds: float,
-    seconds_of_a_step: Callable[[], float],
-) -> list[BlockProfile]:
-    """The blocks, with options that go op by op as slow as a whole step by them is."""
-    leanest = [_leanest(block) for block in profiles]
-    chosen = {path: leanest[index] for path, index in order}
-    count = sum(leanest[index].fate == "select" for _, index in order)
+    model: nn.Module, profile: Profile, seconds_of_a_step: Callable[[], float]
+) -> Profile:
+    """The profile, with options that go op by op as slow as a whole step by them is."""
+    leanest = [_leanest(profile.options(i)) for i in range(len(profile.order))]
+    count = sum(option.fate == "select" for option in leanest)
     if not count:
-        return list(profiles)
-    apply(model, {path: what_of(option) for path, option in chosen.items()})
+        return profile
+    paths = (path for path, _ in profile.order)
+    apply(model, {path: what_of(o) for path, o in zip(paths, leanest, strict=True)})
     try:
         taken = seconds_of_a_step()
     except torch.OutOfMemoryError:  # it holds more than with everything recomputed
-        return list(profiles)
+        return profile
     finally:
         remove(model)
-    expected = rest_seconds + sum(leanest[index].seconds for _, index in order)
-    late = max(taken - expected, 0.0) / count
-    return [
+    late = max(taken - simulate(profile, leanest).seconds, 0.0) / count
+    blocks = (
         replace(block, options=tuple(_later(option, late) for option in block.options))
-        for block in profiles
-    ]
+        for block in profile.blocks
+    )
+    return replace(profile, blocks=tuple(blocks))
 
 
-def _leanest(block: BlockProfile) -> Option:
+def _leanest(menu: tuple[Option, ...]) -> Option:
     """The option that goes op by op and holds least; else the one that recomputes all."""
-    still = [option for option in block.options if not option.bytes_moved]
+    still = [option for option in menu if not option.bytes_moved]
     selecting = [option for option in still if option.fate == "select"]
     return min(
         selecting or [option for option in still if option.fate == "recompute"],
@@ -61,4 +58,6 @@ def _later(option: Option, seconds: float) -> Option:
         option,
         forward_seconds=option.forward_seconds + seconds / 2,
         backward_seconds=option.backward_seconds + seconds / 2,
+        forward_host=option.forward_host and option.forward_host + seconds / 2,
+        backward_host=option.backward_host and option.backward_host + seconds / 2,
     )

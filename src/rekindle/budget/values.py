@@ -13,11 +13,15 @@ class Option:
     """One way to run a block, and what it costs."""
 
     fate: str
-    """`keep` (plain), `recompute` (all of it), or `select` (op by op)."""
+    """`keep` (plain), `recompute` (all of it), `derive` or `select`.
+
+    `select` goes op by op: it can recompute anything, but has the host look at every op. `derive`
+    goes by what autograd saves, and makes again what one op gives back.
+    """
     kept: tuple[int, ...] = ()
     """With `select`: numbers of the ops whose results stay."""
     offloaded: tuple[int, ...] = ()
-    """With `select`: numbers of the ops whose results go to host memory."""
+    """What goes to host memory: numbers of ops with `select`, of what is saved with `derive`."""
     bytes_held: int = 0
     """What the forward leaves on the device, its output included."""
     bytes_moved: int = 0
@@ -31,26 +35,41 @@ class Option:
     kept_names: tuple[str, ...] = ()
     """Words for the ops of `kept`, the largest result first: for people."""
     offloaded_names: tuple[str, ...] = ()
+    derived: tuple[int, ...] = ()
+    """With `derive`: numbers of what is saved and one op makes again."""
+    derived_names: tuple[str, ...] = ()
+    forward_host: float = 0.0
+    """Seconds that the host takes to have the device do it; 0 where they are one."""
+    backward_host: float = 0.0
+    largest_moved: int = 0
+    """Bytes of the largest result that is moved; 0 if that is not known."""
 
     @property
     def seconds(self) -> float:
-        return self.forward_seconds + self.backward_seconds
+        """What it takes alone: as long as the device, or the host, whichever is slower."""
+        forward = max(self.forward_seconds, self.forward_host)
+        return forward + max(self.backward_seconds, self.backward_host)
 
     def describe(self) -> str:
         """In a few words."""
-        if self.fate != "select":
+        if self.fate in ("keep", "recompute"):
             return f"{self.fate} all"
         parts = []
         if self.kept:
             parts.append(f"keep {_results(self.kept, self.kept_names)}")
+        if self.derived:
+            parts.append(f"recompute {_results(self.derived, self.derived_names)}")
         if self.offloaded:
             parts.append(f"offload {_results(self.offloaded, self.offloaded_names)}")
+        if self.fate == "derive":
+            return ", ".join([*parts, "keep the rest" if parts else "keep all"])
         return ", ".join([*parts, "recompute the rest" if parts else "recompute all"])
 
 
 def _results(numbers: tuple[int, ...], names: tuple[str, ...]) -> str:
     """How many results, and of what: `3 results (mm x2, attention)`."""
-    count = f"{len(numbers)} result{'s' if len(numbers) > 1 else ''}"
+    many = len(names or numbers)
+    count = f"{many} result{'s' if many > 1 else ''}"
     kinds = list(Counter(names).items())
     told = [f"{name} x{many}" if many > 1 else name for name, many in kinds[:_KINDS]]
     if len(kinds) > _KINDS:
@@ -64,7 +83,7 @@ _KINDS = 4
 
 def option_of(values: dict[str, Any]) -> Option:
     """An option as it was saved."""
-    names = ("kept", "offloaded", "kept_names", "offloaded_names")
+    names = ("kept", "offloaded", "derived", "kept_names", "offloaded_names", "derived_names")
     lists = {name: tuple(values[name]) for name in names}
     return Option(**{**values, **lists})
 

@@ -14,11 +14,12 @@ from rekindle.modules.forward import Way, put, take_away
 from rekindle.modules.wrappers import ActivationWrapper
 from rekindle.offload.context import Offload, offload
 from rekindle.policies import Policy
+from rekindle.selective.by_save import Saves
 from rekindle.selective.fates import Fate, fate_named
 from rekindle.selective.where import SelectiveCheckpointContext
 
-What = str | Policy | Offload
-"""A fate by its name, a policy, or `rekindle.offload(...)` with options."""
+What = str | Policy | Offload | Saves
+"""A fate by its name, a policy, or `rekindle.offload(...)` with options; plans have more."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def _check_shared(wanted: _Wanted) -> None:
 def _checked(what: Any) -> What:
     if isinstance(what, str):
         fate_named(what)
-    elif not isinstance(what, Policy | Offload):
+    elif not isinstance(what, Policy | Offload | Saves):
         raise TypeError(
             "A module is given a fate (keep, recompute, offload, spill), a policy or "
             f"rekindle.offload(...), but got {type(what).__name__}"
@@ -274,7 +275,7 @@ def _way(what: What, parts: list[tuple[str, What]], is_offloaded: bool) -> Way |
     if isinstance(what, Policy) or (what == "recompute" and parts):
         own = what if isinstance(what, Policy) else policies.recompute()
         return _joined(own, parts)
-    if isinstance(what, Offload):
+    if isinstance(what, Offload | Saves):
         return what
     if what == "keep":
         return "keep" if is_offloaded else None

@@ -20,10 +20,11 @@ from rekindle.compiled import where as traced
 from rekindle.compiled.frames import break_graph
 from rekindle.offload.context import Offload, kept
 from rekindle.policies import Policy
+from rekindle.selective.by_save import Saves
 
-Way = Policy | Offload | Literal["recompute", "keep", "plain"]
-"""How a module runs: under a policy, offloaded, recomputed as a whole, kept as nothing around it
-keeps, or as it is."""
+Way = Policy | Offload | Saves | Literal["recompute", "keep", "plain"]
+"""How a module runs: under a policy, offloaded, by what autograd saves, recomputed as a whole, kept
+as nothing around it keeps, or as it is."""
 
 _WHY = (
     "a module whose activations are offloaded begins a graph of its own: rekindle.offload works on "
@@ -89,6 +90,9 @@ class Forward:
             forward = self.__wrapped__
         if not self.is_on or way == "plain":
             return forward(*args, **kwargs)
+        if isinstance(way, Saves):
+            with way.around(forward):
+                return forward(*args, **kwargs)
         if way == "keep" or isinstance(way, Offload):
             with kept() if way == "keep" else way:
                 return forward(*args, **kwargs)

@@ -139,7 +139,8 @@ class Activation:
         storage = self.held_elsewhere()
         if storage is not None:
             return bytes_of(storage, self.lane.device)
-        return None if self.made_from is None else self.made_from.at_hand()
+        made = None if self.made_from is None else self.made_from.at_hand()
+        return None if made is None else bytes_of(made.untyped_storage(), self.lane.device)
 
     def held_elsewhere(self) -> torch.UntypedStorage | None:
         """The storage, if somebody kept it all along, bytes and all."""
@@ -182,6 +183,12 @@ class Saved:
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
+    @property
+    def depth(self) -> int:
+        """How many ops it takes to make it again; 0 if it is somewhere."""
+        made_from = self.activation.made_from
+        return 0 if made_from is None else made_from.depth
+
     def get(self) -> Tensor:
         """The tensor as it was, once its bytes are here."""
         if not self.is_unchanged():
@@ -210,6 +217,7 @@ class Kept:
     """A tensor that autograd saved and that stays as it is."""
 
     __slots__ = ("tensor", "version")
+    depth = 0
 
     def __init__(self, x: Tensor) -> None:
         # An output of the op that saves it would hold the op, and the op it: a cycle.

@@ -15,7 +15,7 @@ compared with what it is to replace.
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,10 +23,7 @@ from torch.nn import functional
 
 from rekindle.errors import RekindleError
 from rekindle.internals import any_autocast, saved_by, version_of
-from rekindle.offload.activation import Kept, Saved, bytes_of
-
-if TYPE_CHECKING:
-    from rekindle.offload.lane import Lane
+from rekindle.offload.activation import bytes_of
 
 _Made = Callable[[Any], Callable[..., Tensor]]
 """The op that a node stands for, given the node: some have settings."""
@@ -52,22 +49,40 @@ _DEEPEST = 2
 """An activation may be made from one that is made from others, and no further."""
 
 
+class Source(Protocol):
+    """A saved tensor that an activation may be made from."""
+
+    @property
+    def depth(self) -> int:
+        """How many ops it takes to make it; 0 if it is somewhere."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def is_unchanged(self) -> bool: ...
+
+    def get(self) -> Tensor: ...
+
+    def at_hand(self) -> Tensor | None: ...
+
+
 class Derivation:
     """What an activation is made from."""
 
-    __slots__ = ("_inputs", "_op", "_shape", "_stride", "_threads", "depth", "name")
+    __slots__ = ("_inputs", "_op", "_shape", "_stride", "_threads", "depth", "dtype", "name")
 
     def __init__(
-        self, name: str, op: Callable[..., Tensor], inputs: list[Saved | Kept], made: Tensor
+        self, name: str, op: Callable[..., Tensor], inputs: list[Source], made: Tensor
     ) -> None:
         self.name = name
         self._op = op
         self._threads = torch.get_num_threads()
         """How many share the work on a CPU: it is cut up by that, and ends of pieces round so."""
         self._inputs = inputs
+        self.dtype = made.dtype
         self._shape = made.shape
         self._stride = made.stride()
-        self.depth = 1 + max(map(_depth, inputs))
+        self.depth = 1 + max(source.depth for source in inputs)
 
     def gives(self, data: Tensor) -> bool:
         """Whether it gives these bytes; False if that cannot be seen, for want of something."""
@@ -75,20 +90,21 @@ class Derivation:
             made = self.at_hand()
             if made is None:
                 return False
-            pieces = zip(data.split(_PIECE), made.split(_PIECE), strict=True)
+            again = bytes_of(made.untyped_storage(), made.device)
+            pieces = zip(data.split(_PIECE), again.split(_PIECE), strict=True)
             return all(torch.equal(one, other) for one, other in pieces)
         except torch.OutOfMemoryError:
             return False
 
     def at_hand(self) -> Tensor | None:
-        """The bytes, if all that they are made from is at hand."""
-        inputs = [x for saved in self._inputs if (x := saved.at_hand()) is not None]
+        """The tensor, if all that it is made from is at hand."""
+        inputs = [x for source in self._inputs if (x := source.at_hand()) is not None]
         return self._make(inputs) if len(inputs) == len(self._inputs) else None
 
     def make(self) -> Tensor:
-        """The bytes, made again."""
+        """The tensor, made again."""
         try:
-            return self._make([saved.get() for saved in self._inputs])
+            return self._make([source.get() for source in self._inputs])
         except RekindleError as error:
             raise RekindleError(
                 f"{error} Another activation was to be made from it again; derive=False keeps or "
@@ -109,12 +125,7 @@ class Derivation:
                 made = torch.empty_strided(
                     self._shape, self._stride, dtype=made.dtype, device=device
                 ).copy_(made)
-        return bytes_of(made.untyped_storage(), device)
-
-
-def _depth(saved: Saved | Kept) -> int:
-    made_from = saved.activation.made_from if isinstance(saved, Saved) else None
-    return 0 if made_from is None else made_from.depth
+        return made
 
 
 def is_made_by_its_node(x: Tensor) -> bool:
@@ -122,8 +133,13 @@ def is_made_by_its_node(x: Tensor) -> bool:
     return (x if x._base is None else x._base).grad_fn is not None
 
 
-def derivation_of(lane: "Lane", x: Tensor, storage: torch.UntypedStorage) -> Derivation | None:
-    """How to make the whole storage of a saved tensor again, if a cheap op does."""
+def derivation_of(
+    x: Tensor, storage: torch.UntypedStorage, may_give: Callable[[Any], bool]
+) -> Derivation | None:
+    """How to make the whole storage of a saved tensor again, if a cheap op does.
+
+    `may_give` says of what was packed for an input whether it is one to make something from.
+    """
     made = x if x._base is None else x._base
     node = made.grad_fn
     # Note [When a node tells the whole truth]
@@ -132,12 +148,10 @@ def derivation_of(lane: "Lane", x: Tensor, storage: torch.UntypedStorage) -> Der
     if made.numel() * made.element_size() != storage.nbytes():
         return None
     op, names = _OPS[node.name()]
-    inputs = [saved_by(node, name) for name in names]
-    if not all(isinstance(saved, Saved | Kept) and saved.is_unchanged() for saved in inputs):
+    inputs: list[Source] = [saved_by(node, name) for name in names]
+    if not all(may_give(source) and source.is_unchanged() for source in inputs):
         return None
-    if any(isinstance(saved, Saved) and saved.activation.lane is not lane for saved in inputs):
-        return None  # two lanes that ask each other could wait for each other for ever
-    if sum(saved.nbytes for saved in inputs) > _TIMES_READ * storage.nbytes():
+    if sum(source.nbytes for source in inputs) > _TIMES_READ * storage.nbytes():
         return None
     derivation = Derivation(node.name(), op(node), inputs, made)
     return derivation if derivation.depth <= _DEEPEST else None

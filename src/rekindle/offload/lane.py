@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock, get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -22,7 +22,7 @@ from rekindle import observation
 from rekindle.emptying import empty_when_backward_ends
 from rekindle.errors import OffloadError
 from rekindle.internals import graph_task_id, nodes_so_far, storage_key, version_of, without_modes
-from rekindle.offload.activation import Activation, Saved, bytes_of
+from rekindle.offload.activation import Activation, Kept, Saved, bytes_of
 from rekindle.offload.departures import Departures
 from rekindle.offload.derive import Derivation, derivation_of, is_made_by_its_node
 from rekindle.offload.lessons import Lessons
@@ -96,7 +96,8 @@ class Lane:
                     step.diary.stays.add(activation.index)
                 return bytes_of(storage, self.device)
             if activation.made_from is not None:
-                data = activation.made_from.make()
+                made = activation.made_from.make()
+                data = bytes_of(made.untyped_storage(), self.device)
             else:
                 data = self._bring_back(step, activation)
             activation.here = data
@@ -167,7 +168,8 @@ class Lane:
     ) -> Activation:
         activation = Activation(self, step, x, storage, is_ours)
         step.living += 1
-        derivation = derivation_of(self, x, storage) if self._options.derive else None
+        derives = self._options.derive
+        derivation = derivation_of(x, storage, self._may_give) if derives else None
         if derivation is not None and self._is_trusted(step, derivation, activation):
             activation.derive_from(derivation)
             self._count(tensors_derived=1, bytes_derived=activation.nbytes)
@@ -175,6 +177,14 @@ class Lane:
         if activation.made_from is None:
             self._decide(step, activation, place)
         return activation
+
+    def _may_give(self, saved: Any) -> bool:
+        """Whether an activation may be made from it.
+
+        Not from another lane's: two that ask each other could wait for each other for ever.
+        """
+        is_own = isinstance(saved, Saved) and saved.activation.lane is self
+        return is_own or isinstance(saved, Kept)
 
     def _is_trusted(self, step: Step, derivation: Derivation, activation: Activation) -> bool:
         """Whether the bits will be the same: Note [When a node tells the whole truth]."""

@@ -1,0 +1,213 @@
+"""A region by what autograd saves: no op is looked at, so that the host has next to nothing to do.
+
+What is saved stays, but for what goes to host memory, and for what one op gives back from others
+that are saved anyway. Numbers count what autograd saves in the region. If a forward goes another
+way than the one they were found in, other tensors go or stay, and gradients are the same.
+"""
+
+from _thread import RLock
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rekindle import observation
+from rekindle.emptying import empty_when_backward_ends
+from rekindle.errors import RekindleError
+from rekindle.internals import (
+    capturing,
+    func_transform,
+    graph_task_id,
+    is_traced,
+    pop_hooks,
+    push_hooks,
+    storage_key,
+    version_of,
+    versions_of,
+)
+from rekindle.offload.activation import Kept, Saved, bytes_of, unpack
+from rekindle.offload.context import kept
+from rekindle.offload.derive import Derivation, derivation_of
+from rekindle.replay.switches import recomputing
+from rekindle.selective.fates import Fate
+from rekindle.selective.tiers import hooks_of, pause
+
+
+@dataclass(frozen=True)
+class Saves:
+    """What becomes of what autograd saves in a region, by number; the rest stays."""
+
+    derived: frozenset[int]
+    """Made again by one op, where one does."""
+    offloaded: frozenset[int]
+
+    def around(self, function: Callable[..., Any]) -> AbstractContextManager[Any]:
+        """To be entered around the region's forward."""
+        if func_transform() is not None:  # autograd forbids hooks there
+            return nullcontext()
+        # What a replay saves, or a captured graph, is used at once or in place.
+        return kept() if recomputing.get() or capturing() else _Region(self, function)
+
+    def __repr__(self) -> str:
+        parts = [("make again", self.derived), ("offload", self.offloaded)]
+        told = [f"{word} saves {sorted(numbers)}" for word, numbers in parts if numbers]
+        return f"<{', '.join([*told, 'keep the rest'])}>"
+
+
+def derivable(forward: Callable[[], Any], count: int) -> frozenset[int]:
+    """The numbers of what one op gives back, in a forward that saves so many tensors."""
+    region = _Region(Saves(frozenset(range(count)), frozenset()), forward)
+    with region:
+        out = forward()
+    del out
+    return frozenset(region.derived)
+
+
+_PLAIN = (Tensor, FakeTensor)
+_trusted: dict[Saves, dict[int, bool]] = {}
+"""Whether what is made again was seen to have the same bits, by number: looked at once."""
+
+
+class _Region:
+    """One forward of a region."""
+
+    def __init__(self, saves: Saves, function: Callable[..., Any]) -> None:
+        self._saves = saves
+        self._send = hooks_of(Fate.OFFLOAD_AS_PLANNED)[0]
+        self._number = -1
+        self._made: WeakValueDictionary[int, Made] = WeakValueDictionary()
+        """By storage: several nodes may save one result."""
+        self.derived: list[int] = []
+        self._watch: observation.Watch | None = None
+        if observation.active:
+            self._watch = observation.Watch(function)
+            self._watch.ran(())
+
+    def __enter__(self) -> None:
+        push_hooks(self._pack, unpack)
+
+    def __exit__(self, *error: object) -> None:
+        pop_hooks()
+        if self._saves.offloaded:
+            pause([Fate.OFFLOAD_AS_PLANNED], failed=error[0] is not None)
+
+    def _pack(self, x: Tensor) -> Any:
+        """What autograd gets in place of a tensor that it saves."""
+        if is_traced():  # what an op that makes a graph saves is no activation
+            return Kept(x)
+        self._number += 1
+        if self._number in self._saves.offloaded:
+            return self._send(x)
+        if self._number in self._saves.derived:
+            made = self._derivation(x)
+            if made is not None:
+                self.derived.append(self._number)
+                if self._watch is not None:
+                    self._watch.saved(x)
+                return Again(made, x)
+        return Kept(x)
+
+    def _derivation(self, x: Tensor) -> "Made | None":
+        """How a tensor is made again; None if it is not, or has other bits then."""
+        if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_conj() or x.is_neg():
+            return None
+        storage = x.untyped_storage()
+        key = storage_key(storage)
+        known = self._made.get(key)
+        if known is not None and known.version == version_of(x):
+            return known
+        derivation = derivation_of(x, storage, _may_give)
+        if derivation is None or derivation.dtype != x.dtype or not self._is_trusted(derivation, x):
+            return None
+        made = self._made[key] = Made(derivation, x, self._watch)
+        return made
+
+    def _is_trusted(self, derivation: Derivation, x: Tensor) -> bool:
+        """Whether the bits are the same: Note [When a node tells the whole truth]."""
+        if isinstance(x, FakeTensor):
+            return True
+        trusted = _trusted.setdefault(self._saves, {})
+        if self._number not in trusted:
+            data = bytes_of(x.untyped_storage(), x.device)
+            trusted[self._number] = derivation.gives(data)
+        return trusted[self._number]
+
+
+def _may_give(source: Any) -> bool:
+    return isinstance(source, Saved | Kept | Again)
+
+
+class Made:
+    """A result that is not held: one op makes it again when backward wants it."""
+
+    __slots__ = ("__weakref__", "_lock", "_now", "_storage", "_watch", "derivation", "version")
+
+    def __init__(self, derivation: Derivation, x: Tensor, watch: observation.Watch | None) -> None:
+        self.derivation = derivation
+        self.version = version_of(x)
+        self._storage = StorageWeakRef(x.untyped_storage())  # so that its key stays its own
+        self._now: Tensor | None = None
+        """The result while backward has use for it."""
+        self._watch = watch
+        self._lock = RLock()
+
+    def get(self) -> Tensor:
+        with self._lock:
+            if self._now is not None:
+                return self._now
+            made = self.derivation.make()
+            if self._watch is not None:
+                self._watch.replayed(1, again=False)
+            if graph_task_id() != -1:
+                self._now = made
+                empty_when_backward_ends(self)
+            return made
+
+    def empty(self) -> None:
+        """Let go of the result: it can be made once more."""
+        self._now = None
+
+
+class Again:
+    """A saved tensor that is, or shows, a result that is made again."""
+
+    __slots__ = ("_counter", "_made", "_offset", "_shape", "_stride", "nbytes", "version")
+
+    def __init__(self, made: Made, x: Tensor) -> None:
+        self._made = made
+        self._shape, self._stride, self._offset = x.shape, x.stride(), x.storage_offset()
+        self.nbytes = x.numel() * x.element_size()
+        self.version = version_of(x)
+        self._counter = None if isinstance(x, FakeTensor) else versions_of(x)
+
+    @property
+    def depth(self) -> int:
+        """How many ops it takes to make it."""
+        return self._made.derivation.depth
+
+    def is_unchanged(self) -> bool:
+        return self._counter is None or self._counter._version == self.version
+
+    def get(self) -> Tensor:
+        """The tensor as it was."""
+        if not self.is_unchanged():
+            raise RekindleError(
+                "A tensor needed for gradient computation has been modified by an inplace "
+                f"operation: {list(self._shape)} was saved at version {self.version}. Run the op "
+                "that changes it out of place, or on a clone."
+            )
+        return self._shown(self._made.get())
+
+    def at_hand(self) -> Tensor | None:
+        """The tensor, if that takes no waiting."""
+        made = self._made.derivation.at_hand()
+        return None if made is None else self._shown(made)
+
+    def _shown(self, made: Tensor) -> Tensor:
+        return made.detach().as_strided(self._shape, self._stride, self._offset)
