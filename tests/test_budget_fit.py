@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import rekindle
 from examples import demo
+from rekindle.budget import profiling
 from rekindle.budget.front import _plan
 from rekindle.budget.simulate import simulate
 from rekindle.budget.values import Profile
@@ -419,6 +420,30 @@ def test_a_tight_budget_takes_less_memory_than_a_plain_step() -> None:
     assert plain.measured_peak is not None
     assert tight.measured_peak is not None
     assert tight.measured_peak < 0.55 * plain.measured_peak
+
+
+def test_a_profile_that_is_given_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Stack(4, 32), torch.randn(64, 32)
+    profile = rekindle.profile(model, x)
+    monkeypatch.setattr(profiling, "measure", None)
+    plans = [rekindle.fit(model, x, share, profile=profile) for share in ("90%", "60%")]
+    assert all(plan.measured_peak <= plan.budget for plan in plans)  # type: ignore[operator]
+    assert plans[1].budget < plans[0].budget
+    assert rekindle.plan_of(model) is plans[1]
+
+
+def test_what_is_no_profile_is_refused() -> None:
+    with pytest.raises(TypeError, match="profile should be a Profile, but got dict"):
+        rekindle.fit(Stack(2), torch.randn(4, 8), "60%", profile={})  # type: ignore[arg-type]
+
+
+def test_what_one_op_gives_back_is_an_option_and_holds_exactly_that_much_less() -> None:
+    model = nn.Sequential(*[Mlp(16, 64) for _ in range(2)])
+    (block,) = rekindle.profile(model, torch.randn(32, 16, requires_grad=True)).blocks
+    keep = next(option for option in block.options if option.fate == "keep")
+    derive = next(option for option in block.options if option.fate == "derive")
+    assert derive.derived_names == ("gelu",)
+    assert keep.bytes_held - derive.bytes_held == 32 * 64 * 4
 
 
 def test_a_second_fit_replaces_the_first() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import rekindle
 from rekindle.budget.simulate import simulate
-from rekindle.budget.solving import Choice, choose, smallest
+from rekindle.budget.solving import Choice, choose, improved, shaken, smallest
 from rekindle.budget.values import BlockProfile, Option, Prediction, Profile
 from rekindle.sizes import parse_bytes
 
@@ -309,6 +309,20 @@ def test_bytes_are_moved_where_the_link_has_time_for_them() -> None:
     assert chosen(fast, budget).options.count(move) >= 4
     assert chosen(fast, budget).prediction.seconds == pytest.approx(12 * 3.0)
     assert move not in chosen(slow, budget).options
+
+
+def test_two_blocks_that_are_better_changed_together_are() -> None:
+    one = Option("keep", bytes_held=6, forward_seconds=1.0), Option("a", (), (1,), 4, 1, 2.0)
+    other = Option("keep", bytes_held=4, forward_seconds=3.0), Option("b", (), (1,), 6, 1, 1.0)
+    blocks = tuple(BlockProfile("Block", str(i), menu) for i, menu in enumerate((one, other)))
+    profile = Profile(
+        "Toy", "none", "", 0, 0, 0, 0.0, 1e9, blocks, (("blocks.0", 0), ("blocks.1", 1))
+    )
+    first = one[0], other[0]
+    start = Choice(first, simulate(profile, first), 0.0)
+    budget = simulate(profile, (one[1], other[1])).peak
+    assert improved(profile, start, budget).options == first
+    assert shaken(profile, start, budget).options == (one[1], other[1])
 
 
 def test_every_block_of_a_plan_has_its_path_and_kind_in_the_order_of_the_forward() -> None:

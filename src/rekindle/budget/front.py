@@ -339,12 +339,18 @@ def fit_again(model: nn.Module, call: profiling.Call, fitting: Fitting) -> Plan:
 
 
 def _fitted(model: nn.Module, batch: Any, budget: int | str, measured: Profile) -> Plan:
-    """The plan for a budget that was tried out; the model ends as it was.
+    """The plan for a budget that was tried out; the model ends as it was."""
+    limit = budget_bytes(measured, budget)
+    plan = tried_out(model, batch, limit, measured)
+    return _for_budget(_with_nearby(measured, plan), limit)
+
+
+def tried_out(model: nn.Module, batch: Any, limit: int, measured: Profile) -> Plan:
+    """A plan that was measured to be within a limit.
 
     A step that takes longer than was predicted is compared with plans of fewer means: without
     offload, then without going op by op. What is measured decides.
     """
-    limit = budget_bytes(measured, budget)
     plan = _verified(model, batch, limit, measured)
     for profile in _with_fewer_means(measured, plan):
         assert plan.measured_time is not None, "it was tried out"
@@ -359,7 +365,7 @@ def _fitted(model: nn.Module, batch: Any, budget: int | str, measured: Profile) 
         assert other.measured_time is not None, "it was tried out"
         if agreed(other.measured_time < plan.measured_time):
             plan = other
-    return _for_budget(_with_nearby(measured, plan), limit)
+    return plan
 
 
 _LATE = 0.1

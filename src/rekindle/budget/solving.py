@@ -70,7 +70,7 @@ def choose(profile: Profile, budget: int) -> Choice | None:
     found = [improved(profile, choice, budget) for choice in starts]
     fitting = [choice for choice in found if choice.prediction.peak <= budget]
     best = min(fitting, key=_seconds, default=None)
-    return None if best is None else _shaken(profile, best, budget)
+    return None if best is None else shaken(profile, best, budget)
 
 
 def without_offload(profile: Profile) -> Profile:
@@ -154,7 +154,7 @@ _SHAKES = 100_000
 """Blocks that are looked at to shake a choice, about a quarter of a second."""
 
 
-def _shaken(profile: Profile, choice: Choice, budget: int) -> Choice:
+def shaken(profile: Profile, choice: Choice, budget: int) -> Choice:
     """The choice, with two blocks at a time changed at random wherever that makes it better.
 
     At random, but the same for the same question.

@@ -1,0 +1,268 @@
+"""Regions by what autograd saves: the same gradients, less memory, and no op is looked at."""
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import gelu, silu
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rekindle
+from benchmarks.decoder import SHAPES, Decoder
+from rekindle.internals import storage_again, top_hooks
+from rekindle.offload.derive import Derivation
+from rekindle.selective.by_save import Saves, _trusted, derivable
+from tests.toys import same_bits
+
+ALL = Saves(frozenset(range(1000)), frozenset())
+
+
+@pytest.fixture(autouse=True)
+def forgetful() -> Iterator[None]:
+    """Nothing is known yet of what gives the same bits."""
+    _trusted.clear()
+    yield
+    _trusted.clear()
+
+
+class Gated(nn.Module):
+    """`down(silu(gate) * up)`, as in most language models."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(dim, dim) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(silu(self.gate(x)) * self.up(x))
+
+
+class Program(nn.Module):
+    """A function of one tensor, as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x @ self.weight) @ self.weight
+
+
+def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+    leaves = [x, *module.parameters()]
+    return list(torch.autograd.grad(module(x).square().sum(), leaves))
+
+
+def applied(module: nn.Module, what: Saves = ALL) -> nn.Module:
+    rekindle.apply(module, {"": what})
+    return module
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(4, 8, requires_grad=True)
+
+
+def test_what_one_op_gives_back_is_dropped_and_made_again(x: Tensor) -> None:
+    module = Gated()
+    expected = gradients(module, x)
+    with rekindle.observe() as seen:
+        found = gradients(applied(module), x)
+    assert all(map(same_bits, found, expected))
+    assert (seen.total.activations_dropped, seen.total.bytes_dropped) == (2, 2 * 4 * 8 * 4)
+    assert seen.total.ops_replayed == 2
+
+
+def test_after_the_forward_nothing_holds_what_is_derived(x: Tensor) -> None:
+    made: list[StorageWeakRef] = []
+
+    def note(gate: Tensor) -> Tensor:
+        product = silu(gate) * (gate + 1)
+        made.append(StorageWeakRef(product.untyped_storage()))
+        return product
+
+    module = Program(note)
+    loss = module(x).sum()
+    assert storage_again(made[-1]) is not None
+    del loss
+    loss = applied(module)(x).sum()
+    assert storage_again(made[-1]) is None
+    loss.backward()
+
+
+def test_no_op_is_looked_at(x: Tensor) -> None:
+    modes: list[int] = []
+
+    def note(gate: Tensor) -> Tensor:
+        modes.append(torch._C._len_torch_dispatch_stack())
+        return silu(gate) * gate
+
+    applied(Program(note))(x)
+    assert modes == [0]
+
+
+def test_only_the_numbers_that_are_given_are_derived(x: Tensor) -> None:
+    module = Gated()
+    numbers = sorted(derivable(lambda: module(x), 20))
+    assert len(numbers) == 2
+    with rekindle.observe() as seen:
+        gradients(applied(module, Saves(frozenset(numbers[:1]), frozenset())), x)
+    assert seen.total.activations_dropped == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: gelu(y) * y,
+        lambda y: gelu(y, approximate="tanh").t().contiguous().t(),
+        lambda y: (y * y.sum(0)).t().t(),
+        lambda y: (y * 2.0) / (y.abs() + 1),
+        lambda y: (silu(y) * y)[:, :].expand(4, 8),
+        lambda y: torch.nn.functional.hardswish(y) * y.sin(),
+        lambda y: silu(silu(silu(y) * y) * y),
+        lambda y: (silu(y) * y).mul_(2.0),
+        lambda y: (silu(y) * y).to(torch.float64).float(),
+        lambda y: y * y,
+        lambda y: torch.cat([(silu(y) * y)[:, ::2], (y * 3.0)[:, 1::2]], 1),
+    ],
+    ids=lambda function: "",
+)
+def test_gradients_are_those_of_the_plain_run(
+    function: Callable[[Tensor], Tensor], x: Tensor
+) -> None:
+    module = Program(function)
+    expected = gradients(module, x)
+    applied(module)
+    for _ in range(2):
+        assert all(map(same_bits, gradients(module, x), expected))
+
+
+def test_memory_that_is_used_again_is_told_apart() -> None:
+    torch.manual_seed(0)
+    model = Decoder(replace(SHAPES["tiny"], layers=6), dtype=torch.float32)
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    expected = gradients(model, x)
+    rekindle.apply(model, ALL)
+    for _ in range(3):
+        assert all(map(same_bits, gradients(model, x), expected))
+
+
+def test_what_was_changed_behind_autograds_back_is_kept(x: Tensor) -> None:
+    def change(y: Tensor) -> Tensor:
+        product = silu(y) * y
+        product.data.add_(1.0)
+        return product
+
+    module = Program(change)
+    expected = gradients(module, x)
+    applied(module)
+    for _ in range(2):
+        assert all(map(same_bits, gradients(module, x), expected))
+
+
+def test_what_is_changed_in_place_after_it_was_saved_is_an_error_as_ever(x: Tensor) -> None:
+    kept: list[Tensor] = []
+
+    def change(y: Tensor) -> Tensor:
+        kept.append(silu(y) * y)
+        return kept[-1]
+
+    module = Program(change)
+    loss = applied(module)(x).sum()
+    with torch.no_grad():
+        kept[-1].add_(1.0)
+    with pytest.raises(rekindle.RekindleError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_second_backward_is_the_same_and_nothing_is_left_in_between(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[StorageWeakRef] = []
+    make = Derivation.make
+
+    def noted(derivation: Derivation) -> Tensor:
+        result = make(derivation)
+        made.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    monkeypatch.setattr(Derivation, "make", noted)
+    loss = applied(Gated())(x).sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    gc.collect()
+    assert [storage_again(result) for result in made] == [None] * 2
+    assert same_bits(torch.autograd.grad(loss, x)[0], first)
+    assert len(made) == 4
+
+
+def test_gradients_of_gradients_are_those_of_the_plain_run(x: Tensor) -> None:
+    def second(module: nn.Module) -> Tensor:
+        (first,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    module = Gated()
+    expected = second(module)
+    assert same_bits(second(applied(module)), expected)
+
+
+def test_a_forward_that_fails_leaves_no_hooks(x: Tensor) -> None:
+    def fail(y: Tensor) -> Tensor:
+        raise KeyError(y.shape)
+
+    with pytest.raises(KeyError):
+        applied(Program(fail))(x)
+    assert top_hooks(False) is None
+
+
+def test_inside_a_region_that_is_recomputed(x: Tensor) -> None:
+    module = Gated()
+    expected = gradients(module, x)
+    applied(module)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x: Tensor) -> Any:
+            return rekindle.checkpoint(self.inner, x)
+
+    assert all(map(same_bits, gradients(Outer(), x), expected))
+
+
+def test_under_a_transform_nothing_is_dropped(x: Tensor) -> None:
+    module = Gated()
+
+    def loss(x: Tensor) -> Tensor:
+        return module(x).sum()
+
+    expected = torch.func.grad(loss)(x.detach())
+    applied(module)
+    assert same_bits(torch.func.grad(loss)(x.detach()), expected)
+
+
+def test_a_mode_around_the_backward_sees_what_is_made_again(x: Tensor) -> None:
+    class Silus(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            self.count += func is torch.ops.aten.silu.default
+            return func(*args, **(kwargs or {}))
+
+    loss = applied(Gated())(x).sum()
+    with Silus() as seen:
+        loss.backward()
+    assert seen.count == 1
+
+
+def test_it_prints_what_it_does() -> None:
+    what = Saves(frozenset({3, 1}), frozenset({2}))
+    assert repr(what) == "<make again saves [1, 3], offload saves [2], keep the rest>"
