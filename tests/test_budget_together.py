@@ -74,7 +74,7 @@ def test_a_profile_is_told_together_where_host_and_device_work_at_once(
     monkeypatch.setattr(
         profiling,
         "bench_of",
-        lambda device: profiling.Bench(
+        lambda device, _: profiling.Bench(
             device, "cpu", bench_of(device).clock, 0.0, shows_more_together=True
         ),
     )

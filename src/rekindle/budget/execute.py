@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rekindle.budget.values import Option
 from rekindle.policies import Policy
 from rekindle.selective.by_save import Saves
-from rekindle.selective.fates import Fate
+from rekindle.selective.fates import AS_PLANNED, Fate
 from rekindle.selective.where import SelectiveCheckpointContext
 
 
@@ -15,9 +15,10 @@ class Numbered(Policy):
 
     kept: frozenset[int]
     offloaded: frozenset[int]
+    tier: str = "host"
 
     def __post_init__(self) -> None:
-        away = dict.fromkeys(self.offloaded, Fate.OFFLOAD_AS_PLANNED)
+        away = dict.fromkeys(self.offloaded, AS_PLANNED[self.tier])
         object.__setattr__(self, "by_number", {**dict.fromkeys(self.kept, Fate.KEEP), **away})
         super().__post_init__()
 
@@ -26,7 +27,8 @@ class Numbered(Policy):
         return self.by_number.get(ctx.number, Fate.RECOMPUTE)
 
     def __repr__(self) -> str:
-        parts = [("keep", self.kept), ("offload", self.offloaded)]
+        away = "spill" if self.tier == "disk" else "offload"
+        parts = [("keep", self.kept), (away, self.offloaded)]
         told = [f"{word} ops {sorted(numbers)}" for word, numbers in parts if numbers]
         return f"<{', '.join([*told, 'recompute the rest'])}>"
 
@@ -34,7 +36,7 @@ class Numbered(Policy):
 def what_of(option: Option) -> str | Policy | Saves:
     """The fate or the policy of a block that runs by an option."""
     if option.fate == "derive":
-        return Saves(frozenset(option.derived), frozenset(option.offloaded))
+        return Saves(frozenset(option.derived), frozenset(option.offloaded), option.tier)
     if option.fate != "select":
         return option.fate
-    return Numbered(frozenset(option.kept), frozenset(option.offloaded))
+    return Numbered(frozenset(option.kept), frozenset(option.offloaded), option.tier)

@@ -44,6 +44,7 @@ def profile(
     optimizer: Any = None,
     device: str | torch.device | None = None,
     like: Like = None,
+    spill: bool = False,
     progress: bool | None = None,
 ) -> Profile:
     """Measure a model's training step, block by block. The model ends as it was.
@@ -68,6 +69,8 @@ def profile(
         device: `"meta"`, or nothing for the model's own.
         like: with `device="meta"`, where times come from: a device, such as `"H200"`, or a profile
             of the same model that was measured. If not given, the device that the model is on.
+        spill: what a plan sends away goes to disk (the system's folder for temporary files), not
+            to host memory; on a CPU, plans send nothing away without it.
         progress: whether to show how far it is, once it takes longer than two seconds: a bar on
             stderr (with rich; else lines in the log). None: if stderr is a terminal.
     """
@@ -89,6 +92,10 @@ def profile(
         raise TypeError(
             f"like should be the name of a device or a profile, but got {type(like).__name__}"
         )
+    if not isinstance(spill, bool):
+        raise TypeError(f"spill should be True or False, but got {type(spill).__name__}")
+    if spill and on_meta:
+        raise ValueError('spill=True is for a real device: with device="meta" no disk is measured')
     _need_scipy()
     if on_meta:
         with shown(_progress(progress)):
@@ -101,7 +108,7 @@ def profile(
             )
     own = next(model.parameters()).device
     with shown(_progress(progress)):
-        return profiling.measure(model, batch, optimizer, profiling.bench_of(own))
+        return profiling.measure(model, batch, optimizer, profiling.bench_of(own, spill))
 
 
 def _progress(wanted: Any) -> Progress:
@@ -275,6 +282,7 @@ def fit(
     *,
     optimizer: Any = None,
     profile: Profile | None = None,
+    spill: bool = False,
     progress: bool | None = None,
 ) -> Plan:
     """Make a training step of a model fit a budget, at the smallest cost in time, in place.
@@ -302,30 +310,42 @@ def fit(
         optimizer: the optimizer, for the size of its state.
         profile: what `rekindle.profile` measured of this model and batch, if it has been: then
             another budget takes seconds.
+        spill: as for `profile`.
         progress: as for `profile`.
     """
     _check_budget(budget)
     if profile is not None and not isinstance(profile, Profile):
         raise TypeError(f"profile should be a Profile, but got {type(profile).__name__}")
     with shown(_progress(progress)):
-        return _fit(model, batch, budget, optimizer, profile)
+        return _fit(model, batch, budget, optimizer, profile, spill)
 
 
 def _fit(
-    model: nn.Module, batch: Any, budget: int | str, optimizer: Any, known: Profile | None
+    model: nn.Module,
+    batch: Any,
+    budget: int | str,
+    optimizer: Any,
+    known: Profile | None,
+    spill: bool,
 ) -> Plan:
-    measured = agreed(known or profile(model, batch, optimizer=optimizer))
+    measured = agreed(known or profile(model, batch, optimizer=optimizer, spill=spill))
     plan = _fitted(model, batch, budget, measured)
     apply(model, plan)
     state = 0 if optimizer is None else optimizer_bytes(optimizer)
     is_function = profiling.Step(model, batch).function is not None
-    keep_fitted(model, Fitting(budget, state, measured.rest_peak if is_function else 0))
+    rest = measured.rest_peak if is_function else 0
+    keep_fitted(model, Fitting(budget, state, rest, spill or _spills(measured)))
     return plan
+
+
+def _spills(profile: Profile) -> bool:
+    """Whether it was measured with disk for what is sent away."""
+    return any(option.tier == "disk" for block in profile.blocks for option in block.options)
 
 
 def fit_again(model: nn.Module, call: profiling.Call, fitting: Fitting) -> Plan:
     """Fit a model that was fitted before, to a larger call of it."""
-    bench = profiling.bench_of(next(model.parameters()).device)
+    bench = profiling.bench_of(next(model.parameters()).device, fitting.spill)
     measured = profiling.measure(model, call, fitting.optimizer_bytes, bench)
     before = plan_of(model)
     if before is not None:  # what a function does with the result is not seen: taken to grow too

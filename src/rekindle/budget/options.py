@@ -15,9 +15,9 @@ def deriving(derivable: tuple[int, ...], graph: Graph) -> list[Option]:
 
 
 def offloading(
-    option: Option, graph: Graph, host: tuple[float, float] = (0.0, 0.0)
+    option: Option, graph: Graph, host: tuple[float, float] = (0.0, 0.0), tier: str = "host"
 ) -> list[Option]:
-    """The same with some of what is kept sent to host memory: the largest, and so on to all.
+    """The same with some of what is kept sent away: the largest, and so on to all.
 
     Time is that of the option, and what each result takes the host, out and back: whether the link
     keeps up is seen when blocks are put together.
@@ -40,6 +40,7 @@ def offloading(
                 forward_host=option.forward_host + count * host[0],
                 backward_host=option.backward_host + count * host[1],
                 largest_moved=sizes[largest[0]],
+                tier=tier,
             )
         )
     return [] if not found else [*found[:_MOVES], *([found[-1]] if len(found) > _MOVES else [])]

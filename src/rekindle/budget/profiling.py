@@ -21,6 +21,7 @@ from rekindle.attachment import put_back, set_aside
 from rekindle.budget.agreement import agreed
 from rekindle.budget.alone import Lone
 from rekindle.budget.fake import has_no_memory
+from rekindle.budget.link import bytes_per_second
 from rekindle.budget.memory import Meter, bytes_of, metered
 from rekindle.budget.names import named
 from rekindle.budget.noted import notes_put_back
@@ -29,7 +30,7 @@ from rekindle.budget.progress import each, tell
 from rekindle.budget.shapes import elements, input_shapes
 from rekindle.budget.simulate import simulate
 from rekindle.budget.static import static_bytes
-from rekindle.budget.timing import RUNS, Clock, DeviceClock, now
+from rekindle.budget.timing import Clock, DeviceClock
 from rekindle.budget.together import told_together
 from rekindle.budget.traits import Traits, traits_of
 from rekindle.budget.values import BlockProfile, Option, Profile
@@ -170,17 +171,25 @@ class Bench:
     name: str
     clock: Clock
     bytes_per_second: float
-    """To host memory and back; 0 if there is no way."""
+    """To the tier and back; 0 if there is no way."""
+    tier: str = "host"
     known: Profile | None = None
     """If its blocks were measured before: that profile."""
     shows_more_together: bool = False
     """Whether host and device work at once, so that blocks alone do not tell all."""
 
 
-def bench_of(device: torch.device) -> Bench:
-    """A device that is there, to be measured."""
-    clock, rate = DeviceClock(device), _bandwidth(device)
-    return Bench(device, _name(device), clock, rate, shows_more_together=device.type == "cuda")
+def bench_of(device: torch.device, spill: bool = False) -> Bench:
+    """A device that is there, to be measured; with a link to disk, or else to host memory."""
+    tier = "disk" if spill else "host"
+    return Bench(
+        device,
+        _name(device),
+        DeviceClock(device),
+        bytes_per_second(device, tier),
+        tier,
+        shows_more_together=device.type == "cuda",
+    )
 
 
 def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profile:
@@ -423,7 +432,9 @@ def _menu(block: nn.Module, call: tuple[Any, Any], bench: Bench) -> tuple[Option
         whole = run.measured(Option("derive"))
         host = _host_of_a_move(run, whole, offloading(whole, graph)[:-1])
         several = [whole, *(o for o in options if o.fate in ("derive", "select"))]
-        options += [less for option in several for less in offloading(option, graph, host)]
+        options += [
+            less for option in several for less in offloading(option, graph, host, bench.tier)
+        ]
     return tuple(named(option, graph) for option in undominated(options))
 
 
@@ -441,20 +452,6 @@ def _host_of_a_move(run: Lone, whole: Option, moving: list[Option]) -> tuple[flo
 
 _STAYING = 2
 """Results that stay after all, because the backward wants them first."""
-
-
-def _bandwidth(device: torch.device) -> float:
-    """Bytes a second to pinned host memory; 0 without a device to copy from."""
-    if device.type != "cuda":
-        return 0.0
-    there = torch.empty(128 << 20, dtype=torch.uint8, device=device)
-    here = torch.empty(128 << 20, dtype=torch.uint8, pin_memory=True)
-    taken = [0.0] * RUNS
-    for i in range(RUNS):
-        start = now(device)
-        here.copy_(there, non_blocking=True)
-        taken[i] = now(device) - start
-    return there.numel() / min(taken)
 
 
 def _name(device: torch.device) -> str:

@@ -36,6 +36,7 @@ class Fitting:
     optimizer_bytes: int
     rest_peak: int
     """What a function that is the step takes after the blocks; 0 if the model is the step."""
+    spill: bool = False
 
 
 class Standing:

@@ -21,11 +21,11 @@ class Option:
     kept: tuple[int, ...] = ()
     """With `select`: numbers of the ops whose results stay."""
     offloaded: tuple[int, ...] = ()
-    """What goes to host memory: numbers of ops with `select`, of what is saved with `derive`."""
+    """What goes away, to `tier`: numbers of ops with `select`, of what is saved with `derive`."""
     bytes_held: int = 0
     """What the forward leaves on the device, its output included."""
     bytes_moved: int = 0
-    """What goes to host memory, and comes back."""
+    """What goes away, and comes back."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     forward_peak: int = 0
@@ -43,6 +43,8 @@ class Option:
     backward_host: float = 0.0
     largest_moved: int = 0
     """Bytes of the largest result that is moved; 0 if that is not known."""
+    tier: str = "host"
+    """Where results go that are moved: `host` memory or `disk`."""
 
     @property
     def seconds(self) -> float:
@@ -60,7 +62,8 @@ class Option:
         if self.derived:
             parts.append(f"recompute {_results(self.derived, self.derived_names)}")
         if self.offloaded:
-            parts.append(f"offload {_results(self.offloaded, self.offloaded_names)}")
+            away = "spill" if self.tier == "disk" else "offload"
+            parts.append(f"{away} {_results(self.offloaded, self.offloaded_names)}")
         if self.fate == "derive":
             return ", ".join([*parts, "keep the rest" if parts else "keep all"])
         return ", ".join([*parts, "recompute the rest" if parts else "recompute all"])
@@ -117,7 +120,7 @@ class Profile:
     rest_seconds: float
     """What a step takes outside its blocks."""
     bytes_per_second: float
-    """To host memory and back; 0 if there is no way."""
+    """To host memory, or to disk, and back; 0 if there is no way."""
     blocks: tuple[BlockProfile, ...]
     order: tuple[tuple[str, int], ...]
     """The blocks as the forward runs them: path, and index into `blocks`."""

@@ -1,8 +1,8 @@
 """A region by what autograd saves: no op is looked at, so that the host has next to nothing to do.
 
-What is saved stays, but for what goes to host memory, and for what one op gives back from others
-that are saved anyway. Numbers count what autograd saves in the region. If a forward goes another
-way than the one they were found in, other tensors go or stay, and gradients are the same.
+What is saved stays, but for what goes to host memory or disk, and for what one op gives back from
+others that are saved anyway. Numbers count what autograd saves in the region. If a forward goes
+another way than the one they were found in, other tensors go or stay, and gradients are the same.
 """
 
 from _thread import RLock
@@ -35,7 +35,7 @@ from rekindle.offload.activation import Kept, Saved, bytes_of, unpack
 from rekindle.offload.context import kept
 from rekindle.offload.derive import Derivation, derivation_of
 from rekindle.replay.switches import recomputing
-from rekindle.selective.fates import Fate
+from rekindle.selective.fates import AS_PLANNED
 from rekindle.selective.tiers import hooks_of, pause
 
 
@@ -46,6 +46,8 @@ class Saves:
     derived: frozenset[int]
     """Made again by one op, where one does."""
     offloaded: frozenset[int]
+    tier: str = "host"
+    """Where those go."""
 
     def around(self, function: Callable[..., Any]) -> AbstractContextManager[Any]:
         """To be entered around the region's forward."""
@@ -55,7 +57,8 @@ class Saves:
         return kept() if recomputing.get() or capturing() else _Region(self, function)
 
     def __repr__(self) -> str:
-        parts = [("make again", self.derived), ("offload", self.offloaded)]
+        away = "spill" if self.tier == "disk" else "offload"
+        parts = [("make again", self.derived), (away, self.offloaded)]
         told = [f"{word} saves {sorted(numbers)}" for word, numbers in parts if numbers]
         return f"<{', '.join([*told, 'keep the rest'])}>"
 
@@ -79,7 +82,8 @@ class _Region:
 
     def __init__(self, saves: Saves, function: Callable[..., Any]) -> None:
         self._saves = saves
-        self._send = hooks_of(Fate.OFFLOAD_AS_PLANNED)[0]
+        self._fate = AS_PLANNED[saves.tier]
+        self._send = hooks_of(self._fate)[0]
         self._number = -1
         self._made: WeakValueDictionary[int, Made] = WeakValueDictionary()
         """By storage: several nodes may save one result."""
@@ -95,7 +99,7 @@ class _Region:
     def __exit__(self, *error: object) -> None:
         pop_hooks()
         if self._saves.offloaded:
-            pause([Fate.OFFLOAD_AS_PLANNED], failed=error[0] is not None)
+            pause([self._fate], failed=error[0] is not None)
 
     def _pack(self, x: Tensor) -> Any:
         """What autograd gets in place of a tensor that it saves."""

@@ -19,7 +19,7 @@ from rekindle.compiled import tags, where
 from rekindle.compiled.handover import SAC_IGNORED_OPS, TORCHS_MODES, torch_selective_contexts
 from rekindle.errors import CheckpointError
 from rekindle.internals import detached, is_traced, version_of
-from rekindle.selective.fates import FOR_TORCH, Fate, fate_of
+from rekindle.selective.fates import AS_PLANNED, FOR_TORCH, Fate, fate_of
 from rekindle.selective.where import SelectiveCheckpointContext
 
 
@@ -81,7 +81,7 @@ class _InTorchsWords:
             tags.offload([tensor], fate)
 
 
-_AWAY = (Fate.OFFLOAD, Fate.OFFLOAD_FREELY, Fate.OFFLOAD_AS_PLANNED, Fate.SPILL)
+_AWAY = (Fate.OFFLOAD, Fate.OFFLOAD_FREELY, Fate.SPILL, *AS_PLANNED.values())
 """Fates that take results elsewhere."""
 
 

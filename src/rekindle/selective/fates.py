@@ -18,7 +18,11 @@ class Fate(Enum):
     """All of it, as soon as it is made; it was reckoned that there is time for it."""
     SPILL = "spill"
     """To disk."""
+    SPILL_AS_PLANNED = "spill as planned"
 
+
+AS_PLANNED = {"host": Fate.OFFLOAD_AS_PLANNED, "disk": Fate.SPILL_AS_PLANNED}
+"""What a plan sends to a tier, by the tier's name."""
 
 _ANSWERS: dict[Any, Fate] = {  # what else is equal to True is not among them
     True: Fate.KEEP,
@@ -42,6 +46,7 @@ FOR_TORCH = {
     Fate.OFFLOAD_FREELY: CheckpointPolicy.PREFER_CPU_OFFLOAD,
     Fate.OFFLOAD_AS_PLANNED: CheckpointPolicy.MUST_CPU_OFFLOAD,
     Fate.SPILL: CheckpointPolicy.MUST_CPU_OFFLOAD,
+    Fate.SPILL_AS_PLANNED: CheckpointPolicy.MUST_CPU_OFFLOAD,
 }
 """In torch's words, for its own engines; they know no disk."""
 

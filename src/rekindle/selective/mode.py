@@ -16,7 +16,7 @@ from rekindle.replay.switches import recomputing
 from rekindle.selective import backends
 from rekindle.selective.book import Book
 from rekindle.selective.contexts import Counter
-from rekindle.selective.fates import Fate
+from rekindle.selective.fates import AS_PLANNED, Fate
 from rekindle.selective.kinds import (
     Kind,
     can_be_run_again,
@@ -242,7 +242,7 @@ class RecordMode(TorchDispatchMode):
             value = Value(call)
             call.outs.append(ref(value))
             if fate is not _RECOMPUTE or (type(tensor) is not Tensor and tensor.is_nested):
-                at_once = fate is Fate.OFFLOAD_AS_PLANNED
+                at_once = fate in AS_PLANNED.values()
                 book.hold_soon(tensor, value, op.func, self._hooks_of(fate), at_once)
             else:  # of a nested tensor that is made again, sizes would have other names
                 book.enter(tensor, value)

@@ -10,7 +10,7 @@ from rekindle.internals import with_versions
 from rekindle.offload.activation import Kept, Saved, unpack
 from rekindle.offload.context import Engine, engine_of
 from rekindle.offload.options import Options, options_of
-from rekindle.selective.fates import Fate
+from rekindle.selective.fates import AS_PLANNED, Fate
 from rekindle.selective.record import Hooks
 
 
@@ -18,9 +18,9 @@ from rekindle.selective.record import Hooks
 def _options(fate: Fate) -> Options:
     if fate is Fate.OFFLOAD_FREELY:
         return options_of("host", "auto", "1MiB", None, None, "keep", derive=False)
-    tier = "disk" if fate is Fate.SPILL else "host"
+    tier = "disk" if fate in (Fate.SPILL, Fate.SPILL_AS_PLANNED) else "host"
     options = options_of(tier, 1.0, 1, None, None, "keep", derive=False)  # type: ignore[arg-type]
-    return replace(options, hurries=fate is not Fate.OFFLOAD_AS_PLANNED)
+    return replace(options, hurries=fate not in AS_PLANNED.values())
 
 
 def _engine(fate: Fate) -> Engine:

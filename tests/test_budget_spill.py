@@ -1,0 +1,151 @@
+"""Plans that spill to disk: on a CPU, where nothing else can be sent away."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import rekindle
+from benchmarks.decoder import SHAPES, Decoder
+from rekindle.budget import profiling
+from rekindle.budget.execute import Numbered, what_of
+from rekindle.budget.link import bytes_per_second
+from rekindle.budget.values import Option
+from rekindle.selective.by_save import Saves
+from rekindle.selective.fates import Fate
+from tests.toys import Stack, same_bits
+
+pytest.importorskip("scipy")
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(replace(SHAPES["tiny"], layers=6, tokens=64), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def x() -> Tensor:
+    return torch.randn(1, 64, 32, requires_grad=True)
+
+
+@pytest.fixture(scope="module")
+def profile(decoder: Decoder, x: Tensor) -> rekindle.Profile:
+    return rekindle.profile(decoder, x, spill=True)
+
+
+@pytest.fixture(autouse=True)
+def clean(decoder: Decoder) -> Iterator[None]:
+    yield
+    rekindle.remove(decoder)
+
+
+def gradients(decoder: Decoder, x: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(decoder(x).sum(), [x, *decoder.parameters()]))
+
+
+def test_what_moves_goes_to_disk(profile: rekindle.Profile) -> None:
+    moving = [option for option in profile.blocks[0].options if option.bytes_moved]
+    assert {option.fate for option in moving} == {"derive", "select"}
+    assert {option.tier for option in moving} == {"disk"}
+    assert all(" spill " in f" {option.describe()}" for option in moving)
+    assert profile.bytes_per_second > 0
+
+
+def test_without_it_nothing_moves_on_a_cpu(decoder: Decoder, x: Tensor) -> None:
+    found = rekindle.profile(decoder, x)
+    assert found.bytes_per_second == 0
+    assert not any(option.bytes_moved for block in found.blocks for option in block.options)
+
+
+@pytest.mark.parametrize("fate", ["derive", "select"])
+def test_every_option_gives_the_gradients_of_a_plain_step(
+    fate: str, decoder: Decoder, x: Tensor, profile: rekindle.Profile
+) -> None:
+    expected = gradients(decoder, x)
+    menu = [o for o in profile.blocks[-1].options if o.fate == fate and o.bytes_moved]
+    for option in (menu[0], menu[-1]):
+        rekindle.apply(decoder, what_of(option))
+        for _ in range(3):  # unknown, seen once, known
+            with rekindle.observe() as seen:
+                assert all(map(same_bits, gradients(decoder, x), expected))
+        assert seen.spill.bytes_out > 0
+        assert seen.spill.bytes_in == seen.spill.bytes_out
+        assert seen.offload.bytes_out == 0
+        rekindle.remove(decoder)
+
+
+@pytest.mark.parametrize("share", ["60%", "45%"])
+def test_a_step_fits_and_is_the_same(
+    share: str, decoder: Decoder, x: Tensor, profile: rekindle.Profile
+) -> None:
+    slow = replace(profile, blocks=tuple(_without_recompute(b) for b in profile.blocks))
+    expected = gradients(decoder, x)
+    plan = rekindle.fit(decoder, x, share, profile=slow)
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget
+    with rekindle.observe() as seen:
+        assert all(map(same_bits, gradients(decoder, x), expected))
+    assert seen.spill.bytes_out > 0
+
+
+def _without_recompute(block: rekindle.budget.values.BlockProfile) -> object:
+    """To keep, or to spill: nothing is made again."""
+    kept = tuple(o for o in block.options if o.fate == "keep" or (o.tier == "disk" and not o.kept))
+    return replace(block, options=kept)
+
+
+def test_a_plan_that_spills_is_the_same_after_it_was_saved(
+    profile: rekindle.Profile, tmp_path: object
+) -> None:
+    plan = rekindle.solve(profile, "50%")
+    plan.save(f"{tmp_path}/plan.json")
+    assert rekindle.Plan.load(f"{tmp_path}/plan.json") == plan
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_larger_inputs_are_planned_with_disk_too(
+    is_measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = Stack(4, 32), torch.randn(64, 32)
+    if is_measured:
+        rekindle.fit(model, batch, "90%", profile=rekindle.profile(model, batch, spill=True))
+    else:
+        rekindle.fit(model, batch, "90%", spill=True)
+    bench_of, asked = profiling.bench_of, []
+
+    def bench(device: torch.device, spill: bool) -> profiling.Bench:
+        asked.append(spill)
+        return bench_of(device, spill)
+
+    monkeypatch.setattr(profiling, "bench_of", bench)
+    model(torch.randn(128, 32)).sum().backward()
+    assert asked == [True]
+    rekindle.remove(model)
+
+
+def test_an_option_is_carried_out_by_its_tier() -> None:
+    policy = what_of(Option("select", (1,), (2,), tier="disk"))
+    assert isinstance(policy, Numbered)
+    assert policy.by_number == {1: Fate.KEEP, 2: Fate.SPILL_AS_PLANNED}
+    assert repr(policy) == "<keep ops [1], spill ops [2], recompute the rest>"
+    saves = what_of(Option("derive", offloaded=(2,), tier="disk"))
+    assert saves == Saves(frozenset(), frozenset({2}), "disk")
+    assert repr(saves) == "<spill saves [2], keep the rest>"
+
+
+def test_a_cpu_has_a_link_to_disk_alone() -> None:
+    assert bytes_per_second(torch.device("cpu"), "host") == 0
+    assert bytes_per_second(torch.device("cpu"), "disk") > 0
+
+
+def test_where_there_is_no_disk_to_measure_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="spill=True is for a real device"):
+        rekindle.profile(Stack(2), torch.randn(4, 8), device="meta", like="H100", spill=True)
+
+
+def test_what_is_no_bool_is_refused() -> None:
+    with pytest.raises(TypeError, match="spill should be True or False, but got str"):
+        rekindle.profile(Stack(2), torch.randn(4, 8), spill="/tmp")  # type: ignore[arg-type]
