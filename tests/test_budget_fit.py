@@ -432,6 +432,25 @@ def test_a_profile_that_is_given_is_not_measured_again(monkeypatch: pytest.Monke
     assert rekindle.plan_of(model) is plans[1]
 
 
+@pytest.mark.parametrize(
+    ("model", "batch", "match"),
+    [
+        (Mlp(8), torch.randn(4, 8), "is of a Stack, but the model is a Mlp"),
+        (
+            Stack(2),
+            torch.randn(6, 8),
+            r"is of a batch float32\[4, 8\], but the batch is float32\[6, 8\]",
+        ),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(
+    model: nn.Module, batch: Tensor, match: str
+) -> None:
+    profile = rekindle.profile(Stack(2), torch.randn(4, 8))
+    with pytest.raises(ValueError, match=match):
+        rekindle.fit(model, batch, "60%", profile=profile)
+
+
 def test_what_is_no_profile_is_refused() -> None:
     with pytest.raises(TypeError, match="profile should be a Profile, but got dict"):
         rekindle.fit(Stack(2), torch.randn(4, 8), "60%", profile={})  # type: ignore[arg-type]

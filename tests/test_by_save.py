@@ -1,7 +1,8 @@
 """Regions by what autograd saves: the same gradients, less memory, and no op is looked at."""
 
 import gc
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,18 +17,10 @@ import rekindle
 from benchmarks.decoder import SHAPES, Decoder
 from rekindle.internals import storage_again, top_hooks
 from rekindle.offload.derive import Derivation
-from rekindle.selective.by_save import Saves, _trusted, derivable
+from rekindle.selective.by_save import Saves, derivable
 from tests.toys import same_bits
 
 ALL = Saves(frozenset(range(1000)), frozenset())
-
-
-@pytest.fixture(autouse=True)
-def forgetful() -> Iterator[None]:
-    """Nothing is known yet of what gives the same bits."""
-    _trusted.clear()
-    yield
-    _trusted.clear()
 
 
 class Gated(nn.Module):
@@ -164,6 +157,119 @@ def test_what_was_changed_behind_autograds_back_is_kept(x: Tensor) -> None:
     applied(module)
     for _ in range(2):
         assert all(map(same_bits, gradients(module, x), expected))
+
+
+def test_of_blocks_that_are_alike_each_is_looked_at(x: Tensor) -> None:
+    def write(y: Tensor) -> Tensor:
+        product = silu(y) * y
+        product.data.add_(1.0)
+        return product
+
+    model = nn.Sequential(Program(lambda y: silu(y) * y), Program(write))
+    expected = gradients(model, x)
+    rekindle.apply(model, ALL)
+    assert all(map(same_bits, gradients(model, x), expected))
+
+
+def test_the_same_memory_seen_as_another_type_is_kept(x: Tensor) -> None:
+    def show(y: Tensor) -> Tensor:
+        product = silu(y) * y
+        return product @ product.t() @ (product.view(torch.int32) * y)
+
+    module = Program(show)
+    expected = gradients(module, x)
+    assert all(map(same_bits, gradients(applied(module), x), expected))
+
+
+def test_complex_results_and_their_parts(x: Tensor) -> None:
+    def part(y: Tensor) -> Tensor:
+        product = torch.complex(y, y + 1) * torch.complex(y - 1, y)
+        return product.real * y + product.imag * product.abs()
+
+    module = Program(part)
+    expected = gradients(module, x)
+    assert all(map(same_bits, gradients(applied(module), x), expected))
+
+
+class Changing(torch.autograd.Function):
+    """Its backward changes what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        changed: Tensor = y.mul_(gradients[0])
+        return changed
+
+
+def test_a_backward_that_changes_what_it_is_given_is_an_error_as_ever(x: Tensor) -> None:
+    def change(y: Tensor) -> Tensor:
+        product = silu(y) * y
+        return (product @ product.t()) @ Changing.apply(product)
+
+    module = Program(change)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(module, x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(applied(module), x)
+
+
+class Rounding(TorchDispatchMode):
+    """Has products be something else."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.round(decimals=1) if func is torch.ops.aten.mul.Tensor else out
+
+
+def test_under_a_mode_that_changes_results_they_are_kept(x: Tensor) -> None:
+    module = Gated()
+
+    def found() -> list[Tensor]:
+        with Rounding():
+            loss = module(x).square().sum()
+        return list(torch.autograd.grad(loss, [x, *module.parameters()]))
+
+    expected = found()
+    applied(module)
+    for _ in range(2):
+        assert all(map(same_bits, found(), expected))
+
+
+def test_nested_tensors_are_kept() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    parts = [torch.randn(3, 8), torch.randn(5, 8)]
+
+    class Nested(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(silu(x) * x, weight)
+
+    def found(module: nn.Module) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, that they are a prototype
+            x = torch.nested.nested_tensor(parts, requires_grad=True)
+            loss = module(x).to_padded_tensor(0.0).sum()
+        return torch.autograd.grad(loss, weight)[0]
+
+    module = Nested()
+    expected = found(module)
+    assert same_bits(found(applied(module)), expected)
+
+
+def test_what_it_would_be_made_from_was_changed(x: Tensor) -> None:
+    other = torch.ones(8, requires_grad=True)
+    module = applied(Program(lambda y: y * other))
+    loss = module(x).sum()
+    with torch.no_grad():
+        other.mul_(2)
+    with pytest.raises(rekindle.RekindleError, match="was to be made from it again; fit the model"):
+        torch.autograd.grad(loss, module.weight)
 
 
 def test_what_is_changed_in_place_after_it_was_saved_is_an_error_as_ever(x: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 _autograd = torch._C._autograd
 
@@ -65,6 +65,9 @@ function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many dispatch modes are entered. No public form."""
+
+entered_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
+"""The dispatch modes that are entered. No public form."""
 
 torch_function_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 """Whether `__torch_function__` of tensor subclasses is looked at. No public form."""

@@ -314,8 +314,8 @@ def fit(
         progress: as for `profile`.
     """
     _check_budget(budget)
-    if profile is not None and not isinstance(profile, Profile):
-        raise TypeError(f"profile should be a Profile, but got {type(profile).__name__}")
+    if profile is not None:
+        _check_measured(profile, model, batch)
     with shown(_progress(progress)):
         return _fit(model, batch, budget, optimizer, profile, spill)
 
@@ -336,6 +336,19 @@ def _fit(
     rest = measured.rest_peak if is_function else 0
     keep_fitted(model, Fitting(budget, state, rest, spill or _spills(measured)))
     return plan
+
+
+def _check_measured(profile: Any, model: nn.Module, batch: Any) -> None:
+    """A profile that is given is one of this model and batch."""
+    if not isinstance(profile, Profile):
+        raise TypeError(f"profile should be a Profile, but got {type(profile).__name__}")
+    if profile.model != type(model).__name__:
+        raise ValueError(
+            f"The profile is of a {profile.model}, but the model is a {type(model).__name__}"
+        )
+    shapes = profiling.Step(model, batch).shapes()
+    if profile.batch != shapes:
+        raise ValueError(f"The profile is of a batch {profile.batch}, but the batch is {shapes}")
 
 
 def _spills(profile: Profile) -> bool:

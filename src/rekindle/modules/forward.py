@@ -42,6 +42,8 @@ class Forward:
         self.own = own
         """What the module itself had in place of its class's forward."""
         traced.standing[id(module)] = self
+        self._trusted: dict[int, bool] = {}
+        """With `Saves`: what was seen to be the same when it was made again."""
         self.is_on = True
         """Turned off by `remove`, also where somebody has wrapped it since."""
         functools.update_wrapper(self, self.__wrapped__, updated=())
@@ -91,7 +93,7 @@ class Forward:
         if not self.is_on or way == "plain":
             return forward(*args, **kwargs)
         if isinstance(way, Saves):
-            with way.around(forward):
+            with way.around(forward, self._trusted):
                 return forward(*args, **kwargs)
         if way == "keep" or isinstance(way, Offload):
             with kept() if way == "keep" else way:

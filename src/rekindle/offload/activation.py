@@ -296,7 +296,7 @@ def changed_in_place(saved: Saved | Kept, found: int) -> RekindleError:
     return RekindleError(
         "A tensor needed for gradient computation has been modified by an inplace operation: "
         f"{dtype} {list(shape)}{made} is at version {found}; expected version {saved.version}. "
-        "It was saved for backward inside rekindle.offload() and changed after that. Run the op "
+        "It was saved for backward where rekindle holds it, and changed after that. Run the op "
         "that changes it out of place, or on a clone; torch.autograd.set_detect_anomaly(True) "
         "shows the op whose gradient needs it."
     )

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rekindle.errors import RekindleError
-from rekindle.internals import any_autocast, saved_by, version_of
+from rekindle.internals import any_autocast, saved_by, torch_function_disabled, version_of
 from rekindle.offload.activation import bytes_of
 
 _Made = Callable[[Any], Callable[..., Tensor]]
@@ -103,17 +102,11 @@ class Derivation:
 
     def make(self) -> Tensor:
         """The tensor, made again."""
-        try:
-            return self._make([source.get() for source in self._inputs])
-        except RekindleError as error:
-            raise RekindleError(
-                f"{error} Another activation was to be made from it again; derive=False keeps or "
-                "sends that one instead."
-            ) from None
+        return self._make([source.get() for source in self._inputs])
 
     def _make(self, inputs: list[Tensor]) -> Tensor:
         device = inputs[0].device
-        with torch.no_grad(), ExitStack() as stack:
+        with torch.no_grad(), torch_function_disabled(), ExitStack() as stack:
             if any_autocast():  # what was saved has been cast already
                 stack.enter_context(torch.autocast(device.type, enabled=False))
             threads = torch.get_num_threads()

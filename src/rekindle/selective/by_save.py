@@ -22,6 +22,8 @@ from rekindle.emptying import empty_when_backward_ends
 from rekindle.errors import RekindleError
 from rekindle.internals import (
     capturing,
+    dispatch_modes,
+    entered_modes,
     func_transform,
     graph_task_id,
     is_traced,
@@ -49,12 +51,20 @@ class Saves:
     tier: str = "host"
     """Where those go."""
 
-    def around(self, function: Callable[..., Any]) -> AbstractContextManager[Any]:
-        """To be entered around the region's forward."""
+    def around(
+        self, function: Callable[..., Any], trusted: dict[int, bool]
+    ) -> AbstractContextManager[Any]:
+        """To be entered around the region's forward.
+
+        `trusted` is the function's own: whether what is made again was seen to have the same bits,
+        by number. It is looked at once.
+        """
         if func_transform() is not None:  # autograd forbids hooks there
             return nullcontext()
         # What a replay saves, or a captured graph, is used at once or in place.
-        return kept() if recomputing.get() or capturing() else _Region(self, function)
+        if recomputing.get() or capturing():
+            return kept()
+        return _Region(self, function, trusted)
 
     def __repr__(self) -> str:
         away = "spill" if self.tier == "disk" else "offload"
@@ -65,7 +75,7 @@ class Saves:
 
 def derivable(forward: Callable[[], Any], count: int) -> frozenset[int]:
     """The numbers of what one op gives back, in a forward that saves so many tensors."""
-    region = _Region(Saves(frozenset(range(count)), frozenset()), forward)
+    region = _Region(Saves(frozenset(range(count)), frozenset()), forward, {})
     with region:
         out = forward()
     del out
@@ -73,15 +83,16 @@ def derivable(forward: Callable[[], Any], count: int) -> frozenset[int]:
 
 
 _PLAIN = (Tensor, FakeTensor)
-_trusted: dict[Saves, dict[int, bool]] = {}
-"""Whether what is made again was seen to have the same bits, by number: looked at once."""
 
 
 class _Region:
     """One forward of a region."""
 
-    def __init__(self, saves: Saves, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, saves: Saves, function: Callable[..., Any], trusted: dict[int, bool]
+    ) -> None:
         self._saves = saves
+        self._trusted = trusted
         self._fate = AS_PLANNED[saves.tier]
         self._send = hooks_of(self._fate)[0]
         self._number = -1
@@ -119,13 +130,13 @@ class _Region:
 
     def _derivation(self, x: Tensor) -> "Made | None":
         """How a tensor is made again; None if it is not, or has other bits then."""
-        if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_conj() or x.is_neg():
+        if not _can_be_shown(x) or _foreign_mode():
             return None
         storage = x.untyped_storage()
         key = storage_key(storage)
         known = self._made.get(key)
         if known is not None and known.version == version_of(x):
-            return known
+            return known if known.derivation.dtype == x.dtype else None
         derivation = derivation_of(x, storage, _may_give)
         if derivation is None or derivation.dtype != x.dtype or not self._is_trusted(derivation, x):
             return None
@@ -136,11 +147,25 @@ class _Region:
         """Whether the bits are the same: Note [When a node tells the whole truth]."""
         if isinstance(x, FakeTensor):
             return True
-        trusted = _trusted.setdefault(self._saves, {})
-        if self._number not in trusted:
+        if self._number not in self._trusted:
             data = bytes_of(x.untyped_storage(), x.device)
-            trusted[self._number] = derivation.gives(data)
-        return trusted[self._number]
+            self._trusted[self._number] = derivation.gives(data)
+        return self._trusted[self._number]
+
+
+def _can_be_shown(x: Tensor) -> bool:
+    """Whether a tensor is given by its storage, shape and strides."""
+    if type(x) not in _PLAIN or x.is_nested or x.layout is not torch.strided:
+        return False
+    return not (x.is_conj() or x.is_neg())
+
+
+def _foreign_mode() -> bool:
+    """Whether a dispatch mode of somebody else is on: it may have ops do something else."""
+    ours = "rekindle.", "torch._subclasses."  # the latter: fake tensors, to profile with
+    return dispatch_modes() > 0 and any(
+        not type(mode).__module__.startswith(ours) for mode in entered_modes()
+    )
 
 
 def _may_give(source: Any) -> bool:
@@ -165,7 +190,13 @@ class Made:
         with self._lock:
             if self._now is not None:
                 return self._now
-            made = self.derivation.make()
+            try:
+                made = self.derivation.make()
+            except RekindleError as error:
+                raise RekindleError(
+                    f"{error} Another activation was to be made from it again; fit the model "
+                    "without the change, or rekindle.remove() its plan."
+                ) from None
             if self._watch is not None:
                 self._watch.replayed(1, again=False)
             if graph_task_id() != -1:
@@ -214,4 +245,9 @@ class Again:
         return None if made is None else self._shown(made)
 
     def _shown(self, made: Tensor) -> Tensor:
-        return made.detach().as_strided(self._shape, self._stride, self._offset)
+        shown = made.detach().as_strided(self._shape, self._stride, self._offset)
+        if self._counter is None:
+            return shown
+        same = self._counter.detach()  # whoever changes what is given out is noticed as well
+        same.data = shown
+        return same
