@@ -68,5 +68,5 @@ def main(
         text, found = measure(shapes[shape], device, options.seconds)
         print(f"\n{shapes[shape]}, {found[0].rounds} rounds\n{text}", flush=True)
         results += found
-    if options.json:
-        save_json(options.json, name, [asdict(result) for result in results], device)
+        if options.json:  # after each, so that a run that is ended leaves what it has
+            save_json(options.json, name, [asdict(result) for result in results], device)
