@@ -28,7 +28,7 @@ from benchmarks.strategies import (
     torch_selective,
 )
 from benchmarks.workload import Comparison, Forward, Workload
-from rekindle.budget.front import tried_out
+from rekindle.budget.front import fastest_within
 
 SHARES = (0.7, 0.6, 0.5, 0.35, 0.2)
 LEAST = "rekindle, the least"
@@ -95,7 +95,7 @@ def measure(shape: Shape, device: str, seconds: float) -> tuple[list[BudgetResul
     for share in SHARES:
         limit = base + int(share * plain_peak)
         with suppress(rekindle.BudgetError):  # too little
-            plans[f"rekindle, {share}"] = tried_out(work.decoder, loss, limit, profile)
+            plans[f"rekindle, {share}"] = fastest_within(work.decoder, loss, limit, profile)
     plans[LEAST] = points[-1].plan
     solved = time.perf_counter() - start
     print(profile)

@@ -24,7 +24,7 @@ pytest.importorskip("scipy")
 
 KEEP = Option("keep", (), (), 100, 0, 1.0, 2.0, 110, 30)
 DROP = Option("recompute", (), (), 10, 0, 1.0, 3.0, 90, 120)
-MOVE = Option("select", (), (1,), 10, 50, 1.0, 2.0, 60, 70)
+MOVE = Option("select", (), (1,), 10, 50, 1.0, 2.0, 60, 70, largest_moved=50)
 
 
 def profile_of(count: int, **more: Any) -> Profile:
@@ -86,7 +86,7 @@ def test_what_the_backward_begins_with_stays() -> None:
 
 
 def test_of_more_than_the_backward_begins_with_the_rest_moves() -> None:
-    both = Option("select", (), (1, 2), 10, 100, 1.0, 2.0, 60, 120)
+    both = Option("select", (), (1, 2), 10, 100, 1.0, 2.0, 60, 120, largest_moved=50)
     stays = simulate(profile_of(2, rest_peak=1000), [KEEP, both]).peak
     fast = profile_of(3, rest_peak=1000, bytes_per_second=1000.0)
     moves = simulate(fast, [both, both, KEEP]).peak

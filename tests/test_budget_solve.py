@@ -34,6 +34,7 @@ def random_option(draw: random.Random, fate: str, size: int, second: float, link
         offloaded=(1, 2) if moved else (),
         bytes_held=held - moved,
         bytes_moved=moved,
+        largest_moved=moved // 2,
         forward_seconds=forward,
         backward_seconds=2 * forward + (1 - share) * second * draw.uniform(0.5, 1.5),
         forward_peak=int(held * draw.uniform(1, 1.4)),
@@ -300,7 +301,9 @@ def test_of_options_that_take_the_same_time_the_one_that_holds_less_is_taken() -
 def test_bytes_are_moved_where_the_link_has_time_for_them() -> None:
     keep = Option("keep", (), (), 100 * MIB, 0, 1.0, 2.0, 100 * MIB, 0)
     drop = Option("recompute", (), (), 0, 0, 1.0, 3.0, 100 * MIB, 100 * MIB)
-    move = Option("select", (), (1,), 0, 100 * MIB, 1.0, 2.0, 100 * MIB, 100 * MIB)
+    move = Option(
+        *("select", (), (1,), 0, 100 * MIB, 1.0, 2.0, 100 * MIB, 100 * MIB), largest_moved=100 * MIB
+    )
     block = BlockProfile("Block", "Block", (keep, drop, move))
     order = tuple((str(i), 0) for i in range(12))
     fast = Profile("Toy", "none", "", 0, 0, 0, 0.0, 200.0 * MIB, (block,), order)

@@ -1,5 +1,6 @@
 """One block run alone, forward and backward: what it holds by an option, and how long it takes."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Lone:
     def derivable(self, graph: Graph) -> tuple[int, ...]:
         """The numbers of what is saved that one op gives back from other things that are."""
         args, kwargs = self._inputs()
-        return tuple(sorted(derivable(lambda: self._block(*args, **kwargs), len(graph.saves))))
+        return derivable(lambda: self._block(*args, **kwargs), len(graph.saves))
 
     def measured(self, option: Option) -> Option:
         """An option, with what it costs."""
@@ -44,23 +45,21 @@ class Lone:
         try:
             if not self._clock.is_exact:
                 self._once()
-            memory = self._memory()
+            held, forward_peak, backward_peak = self._memory()
             times = [self._once() for _ in range(1 if self._clock.is_exact else RUNS)]
         finally:
             remove(self._block)
         forward, backward, *host = (min(taken) for taken in zip(*times, strict=True))
-        return Option(
-            option.fate,
-            option.kept,
-            option.offloaded,
-            derived=option.derived,
-            bytes_held=memory[0],
+        forward_host, backward_host = host
+        return replace(
+            option,
+            bytes_held=held,
             forward_seconds=forward,
             backward_seconds=backward,
-            forward_peak=memory[1],
-            backward_peak=memory[2],
-            forward_host=host[0],
-            backward_host=host[1],
+            forward_peak=forward_peak,
+            backward_peak=backward_peak,
+            forward_host=forward_host,
+            backward_host=backward_host,
         )
 
     def _inputs(self) -> tuple[Any, Any]:

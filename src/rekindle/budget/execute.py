@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rekindle.budget.values import Option
+from rekindle.offload.options import FATE_OF_TIER, TierName
 from rekindle.policies import Policy
 from rekindle.selective.by_save import Saves
 from rekindle.selective.fates import AS_PLANNED, Fate
@@ -15,7 +16,7 @@ class Numbered(Policy):
 
     kept: frozenset[int]
     offloaded: frozenset[int]
-    tier: str = "host"
+    tier: TierName = "host"
 
     def __post_init__(self) -> None:
         away = dict.fromkeys(self.offloaded, AS_PLANNED[self.tier])
@@ -27,8 +28,7 @@ class Numbered(Policy):
         return self.by_number.get(ctx.number, Fate.RECOMPUTE)
 
     def __repr__(self) -> str:
-        away = "spill" if self.tier == "disk" else "offload"
-        parts = [("keep", self.kept), (away, self.offloaded)]
+        parts = [("keep", self.kept), (FATE_OF_TIER[self.tier], self.offloaded)]
         told = [f"{word} ops {sorted(numbers)}" for word, numbers in parts if numbers]
         return f"<{', '.join([*told, 'recompute the rest'])}>"
 

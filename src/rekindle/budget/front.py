@@ -83,8 +83,7 @@ def profile(
             "A parameter has a hook that runs when its gradient is there, such as an optimizer's: "
             "measuring would run it. Profile the model before such hooks are registered."
         )
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer should be one, but got {type(optimizer).__name__}")
+    _check_options(optimizer, spill)
     on_meta = _is_meta(device)
     if like is not None and not on_meta:
         raise ValueError('like= is for device="meta": elsewhere, times are measured')
@@ -92,8 +91,6 @@ def profile(
         raise TypeError(
             f"like should be the name of a device or a profile, but got {type(like).__name__}"
         )
-    if not isinstance(spill, bool):
-        raise TypeError(f"spill should be True or False, but got {type(spill).__name__}")
     if spill and on_meta:
         raise ValueError('spill=True is for a real device: with device="meta" no disk is measured')
     _need_scipy()
@@ -109,6 +106,13 @@ def profile(
     own = next(model.parameters()).device
     with shown(_progress(progress)):
         return profiling.measure(model, batch, optimizer, profiling.bench_of(own, spill))
+
+
+def _check_options(optimizer: Any, spill: Any) -> None:
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer should be one, but got {type(optimizer).__name__}")
+    if not isinstance(spill, bool):
+        raise TypeError(f"spill should be True or False, but got {type(spill).__name__}")
 
 
 def _progress(wanted: Any) -> Progress:
@@ -307,15 +311,22 @@ def fit(
         model: the model, on its device.
         batch: as for `profile`: the largest that training will see.
         budget: as for `solve`.
-        optimizer: the optimizer, for the size of its state.
+        optimizer: the optimizer, for the size of its state. A profile that is given has it counted
+            already, or not.
         profile: what `rekindle.profile` measured of this model and batch, if it has been: then
             another budget takes seconds.
         spill: as for `profile`.
         progress: as for `profile`.
     """
     _check_budget(budget)
+    _check_options(optimizer, spill)
     if profile is not None:
         _check_measured(profile, model, batch)
+        if spill and not _spills(profile):
+            raise ValueError(
+                "spill=True, but the profile was measured without it: "
+                "rekindle.profile(..., spill=True)"
+            )
     with shown(_progress(progress)):
         return _fit(model, batch, budget, optimizer, profile, spill)
 
@@ -334,7 +345,7 @@ def _fit(
     state = 0 if optimizer is None else optimizer_bytes(optimizer)
     is_function = profiling.Step(model, batch).function is not None
     rest = measured.rest_peak if is_function else 0
-    keep_fitted(model, Fitting(budget, state, rest, spill or _spills(measured)))
+    keep_fitted(model, Fitting(budget, state, rest, spill=spill or _spills(measured)))
     return plan
 
 
@@ -374,12 +385,12 @@ def fit_again(model: nn.Module, call: profiling.Call, fitting: Fitting) -> Plan:
 def _fitted(model: nn.Module, batch: Any, budget: int | str, measured: Profile) -> Plan:
     """The plan for a budget that was tried out; the model ends as it was."""
     limit = budget_bytes(measured, budget)
-    plan = tried_out(model, batch, limit, measured)
+    plan = fastest_within(model, batch, limit, measured)
     return _for_budget(_with_nearby(measured, plan), limit)
 
 
-def tried_out(model: nn.Module, batch: Any, limit: int, measured: Profile) -> Plan:
-    """A plan that was measured to be within a limit.
+def fastest_within(model: nn.Module, batch: Any, limit: int, measured: Profile) -> Plan:
+    """A plan that was measured to be within a limit, and fast.
 
     A step that takes longer than was predicted is compared with plans of fewer means: without
     offload, then without going op by op. What is measured decides.

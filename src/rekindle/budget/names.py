@@ -9,11 +9,17 @@ from rekindle.budget.values import Option
 def named(option: Option, graph: Graph) -> Option:
     """An option, with words for the ops whose results it keeps, offloads and makes again."""
     ops = sorted(graph.ops, key=lambda op: -sum(graph.values[v].nbytes for v in op.outputs))
-    kept, offloaded, derived = (
-        tuple(word_of(op.name) for op in ops if op.number in _ops(option, graph, numbers))
-        for numbers in (option.kept, option.offloaded, option.derived)
+
+    def words(numbers: tuple[int, ...]) -> tuple[str, ...]:
+        named = _ops(option, graph, numbers)
+        return tuple(word_of(op.name) for op in ops if op.number in named)
+
+    return replace(
+        option,
+        kept_names=words(option.kept),
+        offloaded_names=words(option.offloaded),
+        derived_names=words(option.derived),
     )
-    return replace(option, kept_names=kept, offloaded_names=offloaded, derived_names=derived)
 
 
 def _ops(option: Option, graph: Graph, numbers: tuple[int, ...]) -> set[int]:

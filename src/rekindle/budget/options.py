@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from rekindle.budget.graph import Graph
 from rekindle.budget.values import Option
+from rekindle.offload.options import TierName
 
 
 def deriving(derivable: tuple[int, ...], graph: Graph) -> list[Option]:
@@ -15,14 +16,17 @@ def deriving(derivable: tuple[int, ...], graph: Graph) -> list[Option]:
 
 
 def offloading(
-    option: Option, graph: Graph, host: tuple[float, float] = (0.0, 0.0), tier: str = "host"
+    option: Option,
+    graph: Graph,
+    host_seconds: tuple[float, float] = (0.0, 0.0),
+    tier: TierName = "host",
 ) -> list[Option]:
     """The same with some of what is kept sent away: the largest, and so on to all.
 
-    Time is that of the option, and what each result takes the host, out and back: whether the link
+    Time is that of the option, with what each result takes the host, out and back. Whether the link
     keeps up is seen when blocks are put together.
     """
-    sizes = (_saves_of if option.fate == "derive" else _kept_of)(option, graph)
+    sizes = _by_save(option, graph) if option.fate == "derive" else _by_op(option, graph)
     worth = max(sum(sizes.values()) // 100, 1)
     largest = sorted((n for n, nbytes in sizes.items() if nbytes >= worth), key=lambda n: -sizes[n])
     found = []
@@ -37,8 +41,8 @@ def offloading(
                 bytes_held=max(option.bytes_held - moved, 0),
                 bytes_moved=moved,
                 backward_peak=option.backward_peak + moved,
-                forward_host=option.forward_host + count * host[0],
-                backward_host=option.backward_host + count * host[1],
+                forward_host=option.forward_host + count * host_seconds[0],
+                backward_host=option.backward_host + count * host_seconds[1],
                 largest_moved=sizes[largest[0]],
                 tier=tier,
             )
@@ -46,7 +50,7 @@ def offloading(
     return [] if not found else [*found[:_MOVES], *([found[-1]] if len(found) > _MOVES else [])]
 
 
-def _kept_of(option: Option, graph: Graph) -> dict[tuple[int, ...], int]:
+def _by_op(option: Option, graph: Graph) -> dict[tuple[int, ...], int]:
     """The results that an option keeps, by the number of their op, with what is saved of them."""
     return {
         (op.number,): sum(graph.values[v].nbytes for v in op.outputs if v in graph.saved)
@@ -55,7 +59,7 @@ def _kept_of(option: Option, graph: Graph) -> dict[tuple[int, ...], int]:
     }
 
 
-def _saves_of(option: Option, graph: Graph) -> dict[tuple[int, ...], int]:
+def _by_save(option: Option, graph: Graph) -> dict[tuple[int, ...], int]:
     """The results that an option keeps, by their numbers among what is saved."""
     numbers: dict[int, list[int]] = {}
     for number, v in enumerate(graph.saves):
@@ -73,7 +77,7 @@ _MOVES = 6
 
 
 def undominated(options: list[Option]) -> list[Option]:
-    """Without options that hold, move and take as much as another or more."""
+    """Without options that hold, move and take, device and host, as much as another or more."""
 
     def costs(option: Option) -> tuple[float, ...]:
         seconds = option.forward_seconds + option.backward_seconds

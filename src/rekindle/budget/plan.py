@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def offloads(self) -> bool:
-        """Whether anything goes to host memory."""
+        """Whether anything goes to host memory or disk."""
         return any(option.offloaded for _, _, option in self.blocks)
 
     def measured(self, peak: int, seconds: float) -> "Plan":

@@ -21,6 +21,7 @@ from rekindle.attachment import put_back, set_aside
 from rekindle.budget.agreement import agreed
 from rekindle.budget.alone import Lone
 from rekindle.budget.fake import has_no_memory
+from rekindle.budget.graph import Graph
 from rekindle.budget.link import bytes_per_second
 from rekindle.budget.memory import Meter, bytes_of, metered
 from rekindle.budget.names import named
@@ -38,6 +39,7 @@ from rekindle.modules.application import apply, remove
 from rekindle.modules.blocks import blocks_of
 from rekindle.modules.caches import no_caches
 from rekindle.modules.forward import forward_of
+from rekindle.offload.options import TierName
 from rekindle.replay import ambient
 
 
@@ -172,7 +174,7 @@ class Bench:
     clock: Clock
     bytes_per_second: float
     """To the tier and back; 0 if there is no way."""
-    tier: str = "host"
+    tier: TierName = "host"
     known: Profile | None = None
     """If its blocks were measured before: that profile."""
     shows_more_together: bool = False
@@ -181,7 +183,7 @@ class Bench:
 
 def bench_of(device: torch.device, spill: bool = False) -> Bench:
     """A device that is there, to be measured; with a link to disk, or else to host memory."""
-    tier = "disk" if spill else "host"
+    tier: TierName = "disk" if spill else "host"
     return Bench(
         device,
         _name(device),
@@ -429,8 +431,8 @@ def _menu(block: nn.Module, call: tuple[Any, Any], bench: Bench) -> tuple[Option
     candidates = agreed(candidates)  # a block that is sharded is gathered by all ranks at a time
     options = [run.measured(option) for option in each(candidates, "option")]
     if bench.bytes_per_second:
-        whole = run.measured(Option("derive"))
-        host = _host_of_a_move(run, whole, offloading(whole, graph)[:-1])
+        whole = run.measured(Option("derive"))  # keeps all, but can send it away
+        host = _host_of_a_move(run, whole, graph, bench.tier)
         several = [whole, *(o for o in options if o.fate in ("derive", "select"))]
         options += [
             less for option in several for less in offloading(option, graph, host, bench.tier)
@@ -438,8 +440,9 @@ def _menu(block: nn.Module, call: tuple[Any, Any], bench: Bench) -> tuple[Option
     return tuple(named(option, graph) for option in undominated(options))
 
 
-def _host_of_a_move(run: Lone, whole: Option, moving: list[Option]) -> tuple[float, float]:
+def _host_of_a_move(run: Lone, whole: Option, graph: Graph, tier: TierName) -> tuple[float, float]:
     """Seconds that it takes the host to send a result away, and to bring it back."""
+    moving = offloading(whole, graph, tier=tier)[:-1]  # the n-th moves n results, the last any
     if not whole.forward_host or not moving:
         return 0.0, 0.0
     moved = run.measured(moving[-1])

@@ -9,9 +9,10 @@ from rekindle.budget.values import Option, Prediction, Profile
 def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
     """What happens if each block runs by its option, in the order of the forward.
 
-    The offload engine lets two large results leave late, and has two come back early: its lead.
+    The offload engine lets two large results leave late, and has two come back early: its lead, as
+    `offload.choose.lead_of` has it, with the largest result for a large one.
     """
-    lead = 2 * max((_largest(option) for option in options if option.bytes_moved), default=0)
+    lead = 2 * max((option.largest_moved for option in options), default=0)
     stays = _stays(options, lead)
     moves = [option.bytes_moved - stay for option, stay in zip(options, stays, strict=True)]
     late = lead if any(moves) else 0
@@ -20,29 +21,29 @@ def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
         for (path, _), option, stay, moved in zip(profile.order, options, stays, moves, strict=True)
     ]
     points = [(profile.first_peak - profile.before_bytes, "the forward before the blocks")]
-    clock = _Clock(profile.bytes_per_second)
+    course = _Course(profile.bytes_per_second)
     held = 0
     between = profile.between or (0,) * len(blocks)
     for (path, option, stay, moved), made in zip(blocks, between, strict=True):
         held += made
-        there = held + clock.leaving + late
+        there = held + course.leaving + late
         points.append((there + option.forward_peak, f"the forward of {path}"))
         held += option.bytes_held + stay
-        clock.forward(option, moved)
-    points.append((held + clock.leaving + late + profile.rest_peak, "the head and the loss"))
-    clock.turn(profile.rest_seconds)
+        course.forward(option, moved)
+    points.append((held + course.leaving + late + profile.rest_peak, "the head and the loss"))
+    course.turn(profile.rest_seconds)
     ahead = _ahead(moves, lead)
     for (path, option, stay, moved), coming, made in zip(
         reversed(blocks), reversed(ahead), reversed(between), strict=True
     ):
         points.append((held + option.backward_peak - stay + coming, f"the backward of {path}"))
         held -= option.bytes_held + stay + made
-        clock.backward(option, moved)
+        course.backward(option, moved)
     last = profile.last_peak - profile.before_bytes
     points.append((last, "the backward after the blocks"))
     highest, where = max(points)
     base = profile.static_bytes + profile.before_bytes
-    return Prediction(base + highest, clock.seconds, where)
+    return Prediction(base + highest, course.seconds, where)
 
 
 def _stays(options: Sequence[Option], lead: int) -> list[int]:
@@ -59,10 +60,6 @@ def _stays(options: Sequence[Option], lead: int) -> list[int]:
     return stays
 
 
-def _largest(option: Option) -> int:
-    return option.largest_moved or option.bytes_moved // max(len(option.offloaded), 1)
-
-
 def _ahead(moves: Sequence[int], lead: int) -> list[int]:
     """What is there ahead of its use in each backward: what comes back next, up to `lead`."""
     found, coming = [], 0
@@ -73,7 +70,7 @@ def _ahead(moves: Sequence[int], lead: int) -> list[int]:
 
 
 @dataclass
-class _Clock:
+class _Course:
     """The host has the device work, block after block, and the link copies one thing after another.
 
     Out in the forward, back in the backward. A step begins with all of them idle.
@@ -86,7 +83,7 @@ class _Clock:
     """The same of the host, which waits for nobody."""
     free_at: float = 0.0
     """When all is copied that was given so far."""
-    lead: float = 0.0
+    room_at: float = 0.0
     """When the one that comes back next could begin: when the one before it was used."""
     leaving: int = 0
     """Bytes on their way out when something was last sent: until then it is let go, not after."""
@@ -101,23 +98,23 @@ class _Clock:
             self.leaving = int((self.free_at - self.seconds) * self.rate)
 
     def turn(self, seconds: float) -> None:
-        """What is outside the blocks: half of it is after the backward began, when all has left."""
+        """The rest of the step: its second half is backward, which begins when all has left."""
         self.seconds = max(self.seconds + seconds, self.free_at + seconds / 2)
-        self.free_at = self.lead = self.seconds
+        self.free_at = self.room_at = self.seconds
 
     def backward(self, option: Option, moved: int) -> None:
         """A block's backward, for which something has to come back: the next one ahead of it."""
         if moved:
-            came = max(self.free_at, self.lead) + moved / self.rate
-            self.free_at, self.lead = came, max(self.seconds, came)
+            came = max(self.free_at, self.room_at) + moved / self.rate
+            self.free_at, self.room_at = came, max(self.seconds, came)
             self.seconds = max(self.seconds, came)
         self._work(option.backward_seconds, option.backward_host)
 
     def _work(self, seconds: float, host: float) -> None:
-        """The device works as the host tells it, and no faster than it does.
+        """The device works behind the host.
 
-        One that has nothing else to do begins with small ops and waits for each: it is as if it
-        began in the middle.
+        An idle one waits for the host at each of its first ops, which are small: reckoned as if it
+        began when the host is half done.
         """
         begin = max(self.seconds, self.host + host / 2)
         self.host += host

@@ -56,7 +56,8 @@ def choose(profile: Profile, budget: int) -> Choice | None:
     """The fastest choice whose simulated peak is within a budget; None if there is none.
 
     Where nothing moves, that is what the solver says. To it, what is on the way is as much as the
-    most that any block moves; where that is not so, the choice is improved step by step.
+    most that any block moves, and no host is late; where that is not so, the choice is improved
+    block by block, and then shaken.
     """
     effort = _ROUGHLY if moves(profile) else _EXACTLY
     still = _solved(without_offload(profile), budget, effort)
@@ -68,9 +69,9 @@ def choose(profile: Profile, budget: int) -> Choice | None:
     if not starts:
         starts = [_least_held(profile)]
     found = [improved(profile, choice, budget) for choice in starts]
-    fitting = [choice for choice in found if choice.prediction.peak <= budget]
-    best = min(fitting, key=_seconds, default=None)
-    return None if best is None else shaken(profile, best, budget)
+    best = min(found, key=lambda choice: _badness(choice.prediction, budget))
+    best = shaken(profile, best, budget)
+    return best if best.prediction.peak <= budget else None
 
 
 def without_offload(profile: Profile) -> Profile:
@@ -97,10 +98,6 @@ def counts(profile: Profile) -> bool:
     return len(profile.blocks) == 1 and len({path for path, _ in profile.order}) == len(
         profile.order
     )
-
-
-def _seconds(choice: Choice) -> float:
-    return choice.prediction.seconds
 
 
 def _least_held(profile: Profile) -> Choice:
@@ -150,24 +147,26 @@ def _badness(prediction: Prediction, budget: int) -> tuple[int, float]:
     return max(prediction.peak - budget, 0), prediction.seconds
 
 
-_SHAKES = 100_000
+_LOOKS_SHAKING = 100_000
 """Blocks that are looked at to shake a choice, about a quarter of a second."""
+_SWAPS = 0.3
+"""The share of tries that have two blocks of a kind swap their options."""
 
 
 def shaken(profile: Profile, choice: Choice, budget: int) -> Choice:
     """The choice, with two blocks at a time changed at random wherever that makes it better.
 
-    At random, but the same for the same question.
+    They get other options, or each other's. At random, but the same for the same question.
     """
     if len({path for path, _ in profile.order}) < len(profile.order):
         return choice  # a block that is called twice has one option
     dice = Random(0)
     count = len(profile.order)
     pairs = sum(len(profile.options(i)) for i in range(count)) ** 2
-    for _ in range(min(_SHAKES // count, pairs)):
+    for _ in range(min(_LOOKS_SHAKING // count, pairs)):
         one, other = dice.randrange(count), dice.randrange(count)
         options = list(choice.options)
-        if profile.order[one][1] == profile.order[other][1] and dice.random() < 0.3:
+        if profile.order[one][1] == profile.order[other][1] and dice.random() < _SWAPS:
             options[one], options[other] = options[other], options[one]
         else:
             options[one] = dice.choice(profile.options(one))

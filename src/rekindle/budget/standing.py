@@ -37,6 +37,7 @@ class Fitting:
     rest_peak: int
     """What a function that is the step takes after the blocks; 0 if the model is the step."""
     spill: bool = False
+    """Whether what is sent away goes to disk."""
 
 
 class Standing:

@@ -1,8 +1,8 @@
 """What blocks run alone do not show: how long they take together.
 
-Alone, a block is timed on a device that is kept busy, and so is the host beside it. In a step it
-follows others, and an option that has the host do more may take longer than it did alone. So one
-step runs with every block op by op, and what it takes longer than it should is added to them.
+Alone, a block is timed on a device that is kept busy, device and host apart. In a step it follows
+others, and an option that has the host do more may take longer than that tells. So one step runs
+with every block op by op, and what it takes longer than it should is added to them.
 """
 
 from collections.abc import Callable
@@ -58,6 +58,7 @@ def _later(option: Option, seconds: float) -> Option:
         option,
         forward_seconds=option.forward_seconds + seconds / 2,
         backward_seconds=option.backward_seconds + seconds / 2,
+        # 0: there is no host beside the device
         forward_host=option.forward_host and option.forward_host + seconds / 2,
         backward_host=option.backward_host and option.backward_host + seconds / 2,
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rekindle.budget import saving
+from rekindle.offload.options import FATE_OF_TIER, TierName
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Option:
     """Seconds that the host takes to have the device do it; 0 where they are one."""
     backward_host: float = 0.0
     largest_moved: int = 0
-    """Bytes of the largest result that is moved; 0 if that is not known."""
-    tier: str = "host"
+    """Bytes of the largest result that is moved."""
+    tier: TierName = "host"
     """Where results go that are moved: `host` memory or `disk`."""
 
     @property
@@ -62,8 +63,8 @@ class Option:
         if self.derived:
             parts.append(f"recompute {_results(self.derived, self.derived_names)}")
         if self.offloaded:
-            away = "spill" if self.tier == "disk" else "offload"
-            parts.append(f"{away} {_results(self.offloaded, self.offloaded_names)}")
+            results = _results(self.offloaded, self.offloaded_names)
+            parts.append(f"{FATE_OF_TIER[self.tier]} {results}")
         if self.fate == "derive":
             return ", ".join([*parts, "keep the rest" if parts else "keep all"])
         return ", ".join([*parts, "recompute the rest" if parts else "recompute all"])

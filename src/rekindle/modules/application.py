@@ -19,7 +19,7 @@ from rekindle.selective.fates import Fate, fate_named
 from rekindle.selective.where import SelectiveCheckpointContext
 
 What = str | Policy | Offload | Saves
-"""A fate by its name, a policy, or `rekindle.offload(...)` with options; plans have more."""
+"""A fate by its name, a policy, or `rekindle.offload(...)` with options; or what plans give."""
 
 
 @dataclass(frozen=True)
@@ -296,6 +296,11 @@ def _as_policy(path: str, part: Any) -> Policy:
         return part | policies.recompute()
     if isinstance(part, Offload):
         return _offload_policy(path, part)
+    if isinstance(part, Saves):
+        raise ValueError(
+            f"{path} is inside a module that is recomputed or has a policy: there it cannot go by "
+            "what autograd saves"
+        )
     return {
         "keep": policies.keep(),
         "offload": policies.offload(),

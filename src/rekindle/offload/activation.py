@@ -5,7 +5,7 @@ as views of it when backward asks for them.
 """
 
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -192,7 +192,8 @@ class Saved:
     def get(self) -> Tensor:
         """The tensor as it was, once its bytes are here."""
         if not self.is_unchanged():
-            raise changed_in_place(self, self.versions._version)
+            found = self.versions._version
+            raise changed_in_place(self.shape, self.dtype, self.version, found, self.origin)
         return self._of(self.activation.lane.ask(self.activation))
 
     def is_unchanged(self) -> bool:
@@ -231,7 +232,8 @@ class Kept:
     def get(self) -> Tensor:
         """The tensor, if nobody changed it since."""
         if not self.is_unchanged():
-            raise changed_in_place(self, self.tensor._version)
+            x = self.tensor
+            raise changed_in_place(x.shape, x.dtype, self.version, x._version)
         return self.tensor
 
     def is_unchanged(self) -> bool:
@@ -242,7 +244,24 @@ class Kept:
         return self.tensor.detach()
 
 
-def unpack(saved: Saved | Kept) -> Tensor:
+class Source(Protocol):
+    """A saved tensor: it can be had in backward, and others may be made from it."""
+
+    @property
+    def depth(self) -> int:
+        """How many ops it takes to make it again; 0 if it is somewhere."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def is_unchanged(self) -> bool: ...
+
+    def get(self) -> Tensor: ...
+
+    def at_hand(self) -> Tensor | None: ...
+
+
+def unpack(saved: Source) -> Tensor:
     """What autograd asks for a saved tensor."""
     return saved.get()
 
@@ -286,16 +305,14 @@ def _has_memory(storage: torch.UntypedStorage) -> bool:
         return False
 
 
-def changed_in_place(saved: Saved | Kept, found: int) -> RekindleError:
+def changed_in_place(
+    shape: torch.Size, dtype: torch.dtype, expected: int, found: int, origin: str | None = None
+) -> RekindleError:
     """The error that autograd raises itself for a tensor without hooks."""
-    if isinstance(saved, Saved):
-        shape, dtype, origin = saved.shape, saved.dtype, saved.origin
-    else:
-        shape, dtype, origin = saved.tensor.shape, saved.tensor.dtype, None
     made = f", made by {origin}," if origin else ""
     return RekindleError(
         "A tensor needed for gradient computation has been modified by an inplace operation: "
-        f"{dtype} {list(shape)}{made} is at version {found}; expected version {saved.version}. "
+        f"{dtype} {list(shape)}{made} is at version {found}; expected version {expected}. "
         "It was saved for backward where rekindle holds it, and changed after that. Run the op "
         "that changes it out of place, or on a clone; torch.autograd.set_detect_anomaly(True) "
         "shows the op whose gradient needs it."

@@ -15,14 +15,15 @@ compared with what it is to replace.
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rekindle.errors import RekindleError
 from rekindle.internals import any_autocast, saved_by, torch_function_disabled, version_of
-from rekindle.offload.activation import bytes_of
+from rekindle.offload.activation import Source, bytes_of
 
 _Made = Callable[[Any], Callable[..., Tensor]]
 """The op that a node stands for, given the node: some have settings."""
@@ -46,23 +47,6 @@ _PIECE = 16 * 2**20
 """How many bytes are compared at a time: comparing takes memory too."""
 _DEEPEST = 2
 """An activation may be made from one that is made from others, and no further."""
-
-
-class Source(Protocol):
-    """A saved tensor that an activation may be made from."""
-
-    @property
-    def depth(self) -> int:
-        """How many ops it takes to make it; 0 if it is somewhere."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def is_unchanged(self) -> bool: ...
-
-    def get(self) -> Tensor: ...
-
-    def at_hand(self) -> Tensor | None: ...
 
 
 class Derivation:
@@ -100,9 +84,14 @@ class Derivation:
         inputs = [x for source in self._inputs if (x := source.at_hand()) is not None]
         return self._make(inputs) if len(inputs) == len(self._inputs) else None
 
-    def make(self) -> Tensor:
-        """The tensor, made again."""
-        return self._make([source.get() for source in self._inputs])
+    def make(self, cure: str) -> Tensor:
+        """The tensor, made again; an error says what helps."""
+        try:
+            return self._make([source.get() for source in self._inputs])
+        except RekindleError as error:
+            raise RekindleError(
+                f"{error} Another activation was to be made from it again; {cure}"
+            ) from None
 
     def _make(self, inputs: list[Tensor]) -> Tensor:
         device = inputs[0].device

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rekindle import observation
 from rekindle.emptying import empty_when_backward_ends
-from rekindle.errors import OffloadError, RekindleError
+from rekindle.errors import OffloadError
 from rekindle.internals import graph_task_id, nodes_so_far, storage_key, version_of, without_modes
 from rekindle.offload.activation import Activation, Kept, Saved, bytes_of
 from rekindle.offload.departures import Departures
@@ -96,23 +96,13 @@ class Lane:
                     step.diary.stays.add(activation.index)
                 return bytes_of(storage, self.device)
             if activation.made_from is not None:
-                data = self._made(activation.made_from)
+                made = activation.made_from.make("derive=False keeps or sends that one instead.")
+                data = bytes_of(made.untyped_storage(), self.device)
             else:
                 data = self._bring_back(step, activation)
             activation.here = data
             activation.came_to = self.tier.place()
             return data
-
-    def _made(self, derivation: Derivation) -> Tensor:
-        """The bytes of an activation that is made from others."""
-        try:
-            made = derivation.make()
-        except RekindleError as error:
-            raise RekindleError(
-                f"{error} Another activation was to be made from it again; derive=False keeps or "
-                "sends that one instead."
-            ) from None
-        return bytes_of(made.untyped_storage(), self.device)
 
     def pause(self, failed: bool) -> None:
         """A `with` block ends."""

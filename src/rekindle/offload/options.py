@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from rekindle.sizes import parse_bytes
 
 TierName = Literal["host", "disk"]
+FATE_OF_TIER: dict[TierName, str] = {"host": "offload", "disk": "spill"}
 OnFull = Literal["keep", "raise"]
 Quota = int | float | str
 

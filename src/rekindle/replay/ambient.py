@@ -71,9 +71,9 @@ def _settle_order() -> None:
     """
     allowed = _flash(), _mem_efficient(), _math(), _cudnn()
     with without_modes(), torch_function_disabled():
-        for allow in _allow:
-            allow(True)
         try:
+            for allow in _allow:
+                allow(True)
             q = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
             torch._fused_sdp_choice(q, q, q)
         finally:

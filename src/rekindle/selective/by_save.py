@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle import observation
 from rekindle.emptying import empty_when_backward_ends
-from rekindle.errors import RekindleError
 from rekindle.internals import (
     capturing,
     dispatch_modes,
@@ -33,9 +32,10 @@ from rekindle.internals import (
     version_of,
     versions_of,
 )
-from rekindle.offload.activation import Kept, Saved, bytes_of, unpack
+from rekindle.offload.activation import Kept, Saved, bytes_of, changed_in_place, unpack
 from rekindle.offload.context import kept
 from rekindle.offload.derive import Derivation, derivation_of
+from rekindle.offload.options import FATE_OF_TIER, TierName
 from rekindle.replay.switches import recomputing
 from rekindle.selective.fates import AS_PLANNED
 from rekindle.selective.tiers import hooks_of, pause
@@ -46,9 +46,9 @@ class Saves:
     """What becomes of what autograd saves in a region, by number; the rest stays."""
 
     derived: frozenset[int]
-    """Made again by one op, where one does."""
+    """_Dropped again by one op, where one does."""
     offloaded: frozenset[int]
-    tier: str = "host"
+    tier: TierName = "host"
     """Where those go."""
 
     def around(
@@ -67,22 +67,18 @@ class Saves:
         return _Region(self, function, trusted)
 
     def __repr__(self) -> str:
-        away = "spill" if self.tier == "disk" else "offload"
-        parts = [("make again", self.derived), (away, self.offloaded)]
+        parts = [("recompute", self.derived), (FATE_OF_TIER[self.tier], self.offloaded)]
         told = [f"{word} saves {sorted(numbers)}" for word, numbers in parts if numbers]
         return f"<{', '.join([*told, 'keep the rest'])}>"
 
 
-def derivable(forward: Callable[[], Any], count: int) -> frozenset[int]:
+def derivable(forward: Callable[[], Any], count: int) -> tuple[int, ...]:
     """The numbers of what one op gives back, in a forward that saves so many tensors."""
     region = _Region(Saves(frozenset(range(count)), frozenset()), forward, {})
     with region:
         out = forward()
     del out
-    return frozenset(region.derived)
-
-
-_PLAIN = (Tensor, FakeTensor)
+    return tuple(region.derived)
 
 
 class _Region:
@@ -96,7 +92,7 @@ class _Region:
         self._fate = AS_PLANNED[saves.tier]
         self._send = hooks_of(self._fate)[0]
         self._number = -1
-        self._made: WeakValueDictionary[int, Made] = WeakValueDictionary()
+        self._dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
         """By storage: several nodes may save one result."""
         self.derived: list[int] = []
         self._watch: observation.Watch | None = None
@@ -120,28 +116,28 @@ class _Region:
         if self._number in self._saves.offloaded:
             return self._send(x)
         if self._number in self._saves.derived:
-            made = self._derivation(x)
-            if made is not None:
+            dropped = self._derivation(x)
+            if dropped is not None:
                 self.derived.append(self._number)
                 if self._watch is not None:
                     self._watch.saved(x)
-                return Again(made, x)
+                return _DroppedPart(dropped, x)
         return Kept(x)
 
-    def _derivation(self, x: Tensor) -> "Made | None":
+    def _derivation(self, x: Tensor) -> "_Dropped | None":
         """How a tensor is made again; None if it is not, or has other bits then."""
         if not _can_be_shown(x) or _foreign_mode():
             return None
         storage = x.untyped_storage()
         key = storage_key(storage)
-        known = self._made.get(key)
+        known = self._dropped.get(key)
         if known is not None and known.version == version_of(x):
             return known if known.derivation.dtype == x.dtype else None
         derivation = derivation_of(x, storage, _may_give)
         if derivation is None or derivation.dtype != x.dtype or not self._is_trusted(derivation, x):
             return None
-        made = self._made[key] = Made(derivation, x, self._watch)
-        return made
+        dropped = self._dropped[key] = _Dropped(derivation, x, self._watch)
+        return dropped
 
     def _is_trusted(self, derivation: Derivation, x: Tensor) -> bool:
         """Whether the bits are the same: Note [When a node tells the whole truth]."""
@@ -155,7 +151,7 @@ class _Region:
 
 def _can_be_shown(x: Tensor) -> bool:
     """Whether a tensor is given by its storage, shape and strides."""
-    if type(x) not in _PLAIN or x.is_nested or x.layout is not torch.strided:
+    if type(x) not in (Tensor, FakeTensor) or x.is_nested or x.layout is not torch.strided:
         return False
     return not (x.is_conj() or x.is_neg())
 
@@ -168,11 +164,14 @@ def _foreign_mode() -> bool:
     )
 
 
+_CURE = "change it after the backward, or rekindle.remove() what the model runs by."
+
+
 def _may_give(source: Any) -> bool:
-    return isinstance(source, Saved | Kept | Again)
+    return isinstance(source, Saved | Kept | _DroppedPart)
 
 
-class Made:
+class _Dropped:
     """A result that is not held: one op makes it again when backward wants it."""
 
     __slots__ = ("__weakref__", "_lock", "_now", "_storage", "_watch", "derivation", "version")
@@ -190,13 +189,7 @@ class Made:
         with self._lock:
             if self._now is not None:
                 return self._now
-            try:
-                made = self.derivation.make()
-            except RekindleError as error:
-                raise RekindleError(
-                    f"{error} Another activation was to be made from it again; fit the model "
-                    "without the change, or rekindle.remove() its plan."
-                ) from None
+            made = self.derivation.make(_CURE)
             if self._watch is not None:
                 self._watch.replayed(1, again=False)
             if graph_task_id() != -1:
@@ -209,13 +202,13 @@ class Made:
         self._now = None
 
 
-class Again:
+class _DroppedPart:
     """A saved tensor that is, or shows, a result that is made again."""
 
-    __slots__ = ("_counter", "_made", "_offset", "_shape", "_stride", "nbytes", "version")
+    __slots__ = ("_counter", "_dropped", "_offset", "_shape", "_stride", "nbytes", "version")
 
-    def __init__(self, made: Made, x: Tensor) -> None:
-        self._made = made
+    def __init__(self, dropped: _Dropped, x: Tensor) -> None:
+        self._dropped = dropped
         self._shape, self._stride, self._offset = x.shape, x.stride(), x.storage_offset()
         self.nbytes = x.numel() * x.element_size()
         self.version = version_of(x)
@@ -224,7 +217,7 @@ class Again:
     @property
     def depth(self) -> int:
         """How many ops it takes to make it."""
-        return self._made.derivation.depth
+        return self._dropped.derivation.depth
 
     def is_unchanged(self) -> bool:
         return self._counter is None or self._counter._version == self.version
@@ -232,16 +225,14 @@ class Again:
     def get(self) -> Tensor:
         """The tensor as it was."""
         if not self.is_unchanged():
-            raise RekindleError(
-                "A tensor needed for gradient computation has been modified by an inplace "
-                f"operation: {list(self._shape)} was saved at version {self.version}. Run the op "
-                "that changes it out of place, or on a clone."
-            )
-        return self._shown(self._made.get())
+            assert self._counter is not None, "else nobody would know"
+            dtype, found = self._dropped.derivation.dtype, self._counter._version
+            raise changed_in_place(self._shape, dtype, self.version, found)
+        return self._shown(self._dropped.get())
 
     def at_hand(self) -> Tensor | None:
         """The tensor, if that takes no waiting."""
-        made = self._made.derivation.at_hand()
+        made = self._dropped.derivation.at_hand()
         return None if made is None else self._shown(made)
 
     def _shown(self, made: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from enum import Enum
 from typing import Any
 
 from rekindle.compiled.handover import CheckpointPolicy
+from rekindle.offload.options import TierName
 
 
 class Fate(Enum):
@@ -19,9 +20,10 @@ class Fate(Enum):
     SPILL = "spill"
     """To disk."""
     SPILL_AS_PLANNED = "spill as planned"
+    """As `OFFLOAD_AS_PLANNED`, to disk."""
 
 
-AS_PLANNED = {"host": Fate.OFFLOAD_AS_PLANNED, "disk": Fate.SPILL_AS_PLANNED}
+AS_PLANNED: dict[TierName, Fate] = {"host": Fate.OFFLOAD_AS_PLANNED, "disk": Fate.SPILL_AS_PLANNED}
 """What a plan sends to a tier, by the tier's name."""
 
 _ANSWERS: dict[Any, Fate] = {  # what else is equal to True is not among them

@@ -9,7 +9,7 @@ from torch import Tensor
 from rekindle.internals import with_versions
 from rekindle.offload.activation import Kept, Saved, unpack
 from rekindle.offload.context import Engine, engine_of
-from rekindle.offload.options import Options, options_of
+from rekindle.offload.options import Options, TierName, options_of
 from rekindle.selective.fates import AS_PLANNED, Fate
 from rekindle.selective.record import Hooks
 
@@ -18,8 +18,8 @@ from rekindle.selective.record import Hooks
 def _options(fate: Fate) -> Options:
     if fate is Fate.OFFLOAD_FREELY:
         return options_of("host", "auto", "1MiB", None, None, "keep", derive=False)
-    tier = "disk" if fate in (Fate.SPILL, Fate.SPILL_AS_PLANNED) else "host"
-    options = options_of(tier, 1.0, 1, None, None, "keep", derive=False)  # type: ignore[arg-type]
+    tier: TierName = "disk" if fate in (Fate.SPILL, Fate.SPILL_AS_PLANNED) else "host"
+    options = options_of(tier, 1.0, 1, None, None, "keep", derive=False)
     return replace(options, hurries=fate not in AS_PLANNED.values())
 
 
