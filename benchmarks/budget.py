@@ -29,6 +29,7 @@ from benchmarks.strategies import (
 )
 from benchmarks.workload import Comparison, Forward, Workload
 from rekindle.budget.front import fastest_within
+from rekindle.modules.application import undo
 
 SHARES = (0.7, 0.6, 0.5, 0.35, 0.2)
 LEAST = "rekindle, the least"
@@ -58,7 +59,7 @@ def in_turns(work: Workload, plan: "rekindle.Plan", seconds: float) -> Timings:
                 work.synchronize()
                 if i >= _WARM_UP:
                     taken.append(time.perf_counter() - start)
-            rekindle.remove(work.decoder)
+            undo(work.decoder)
     return times
 
 
@@ -119,7 +120,7 @@ def measure(shape: Shape, device: str, seconds: float) -> tuple[list[BudgetResul
             work.step(run)
         identical[name] = comparison.is_identical(run)
         peaks[name] = work.peak(run)
-        rekindle.remove(work.decoder)
+        undo(work.decoder)
         pair = in_turns(work, plan, share)
         times[name] = pair["planned"]
         ratios[name] = median(pair["planned"]) / median(pair["plain"])

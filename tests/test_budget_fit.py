@@ -451,6 +451,19 @@ def test_a_profile_of_something_else_is_refused(
         rekindle.fit(model, batch, "60%", profile=profile)
 
 
+def test_with_a_profile_the_state_of_the_optimizer_counts_too() -> None:
+    model, x = Stack(3, 16), torch.randn(32, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    profile = rekindle.profile(model, x)
+    state = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+    without = rekindle.fit(model, x, "1GiB", profile=profile)
+    counted = rekindle.fit(model, x, "1GiB", profile=profile, optimizer=optimizer)
+    assert counted.predicted_peak == without.predicted_peak + state
+    again = rekindle.profile(model, x, optimizer=optimizer)
+    both = rekindle.fit(model, x, "1GiB", profile=again, optimizer=optimizer)
+    assert both.predicted_peak == counted.predicted_peak
+
+
 def test_what_is_no_profile_is_refused() -> None:
     with pytest.raises(TypeError, match="profile should be a Profile, but got dict"):
         rekindle.fit(Stack(2), torch.randn(4, 8), "60%", profile={})  # type: ignore[arg-type]

@@ -133,10 +133,21 @@ def test_a_plan_with_a_field_too_many_is_refused_with_its_name(tmp_path: Path) -
         rekindle.Plan.load(path)
 
 
-def test_a_plan_with_a_fate_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    path = saved(plan_of(*[replace(KEEP, fate="burn")] * 3), tmp_path)
-    with pytest.raises(ValueError, match="burn"):
-        rekindle.apply(Stack(3), rekindle.Plan.load(path))
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("fate", "burn", "a fate is one of keep, recompute, derive, select, but got 'burn'"),
+        ("tier", "tape", "a tier is host or disk, but got 'tape'"),
+        ("kept", ("a",), r"kept should be numbers, but got \['a'\]"),
+    ],
+)
+def test_a_plan_with_an_option_that_there_is_not_is_refused(
+    field: str, value: object, match: str, tmp_path: Path
+) -> None:
+    option = replace(KEEP, **{field: value})  # type: ignore[arg-type]
+    path = saved(plan_of(*[option] * 3), tmp_path)
+    with pytest.raises(ValueError, match=match):
+        rekindle.Plan.load(path)
 
 
 def test_a_plan_for_another_class_is_refused_with_both() -> None:

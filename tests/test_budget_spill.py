@@ -1,5 +1,6 @@
 """Plans that spill to disk: on a CPU, where nothing else can be sent away."""
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,10 @@ from rekindle.budget import profiling
 from rekindle.budget.execute import Numbered, what_of
 from rekindle.budget.link import bytes_per_second
 from rekindle.budget.values import BlockProfile, Option
+from rekindle.offload.context import engine_of
 from rekindle.selective.by_save import Saves
 from rekindle.selective.fates import Fate
+from rekindle.selective.tiers import _options
 from tests.toys import Stack, same_bits
 
 pytest.importorskip("scipy")
@@ -139,6 +142,26 @@ def test_an_option_is_carried_out_by_its_tier() -> None:
     saves = what_of(Option("derive", offloaded=(2,), tier="disk"))
     assert saves == Saves(frozenset(), frozenset({2}), "disk")
     assert repr(saves) == "<spill saves [2], keep the rest>"
+
+
+def test_disk_is_given_back_when_the_plan_is_removed(
+    decoder: Decoder, x: Tensor, profile: rekindle.Profile
+) -> None:
+    rekindle.fit(decoder, x, "60%", profile=_spilling(profile))
+    gradients(decoder, x)
+    with rekindle.observe() as seen:
+        gradients(decoder, x)
+    assert seen.spill.pool_bytes > 0
+    rekindle.remove(decoder)
+    assert engine_of(_options(Fate.SPILL_AS_PLANNED))._lanes[x.device].tier.pool_bytes == 0  # type: ignore[union-attr]
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(rekindle.OffloadError, match=r"temporary files, .*none, to see how fast"):
+        rekindle.profile(Stack(2), torch.randn(4, 8), spill=True)
 
 
 def test_a_cpu_has_a_link_to_disk_alone() -> None:

@@ -12,7 +12,7 @@ from rekindle.budget.graph import Graph, record
 from rekindle.budget.memory import metered
 from rekindle.budget.timing import RUNS, Clock
 from rekindle.budget.values import Option
-from rekindle.modules.application import apply, remove
+from rekindle.modules.application import apply, undo
 from rekindle.selective.by_save import derivable
 
 
@@ -48,7 +48,7 @@ class Lone:
             held, forward_peak, backward_peak = self._memory()
             times = [self._once() for _ in range(1 if self._clock.is_exact else RUNS)]
         finally:
-            remove(self._block)
+            undo(self._block)
         forward, backward, *host = (min(taken) for taken in zip(*times, strict=True))
         forward_host, backward_host = host
         return replace(

@@ -14,17 +14,17 @@ from rekindle.budget.agreement import agreed, highest, is_first
 from rekindle.budget.devices import Device
 from rekindle.budget.fake import has_no_memory
 from rekindle.budget.imagining import Like, imagine
-from rekindle.budget.memory import metered
+from rekindle.budget.memory import bytes_of, metered
 from rekindle.budget.plan import Plan
 from rekindle.budget.progress import Progress, each, shown, tell
 from rekindle.budget.shapes import elements
 from rekindle.budget.simulate import simulate
 from rekindle.budget.standing import Fitting, keep_fitted, plan_of
-from rekindle.budget.static import optimizer_bytes
+from rekindle.budget.static import optimizer_bytes, static_bytes
 from rekindle.budget.timing import timed
 from rekindle.budget.values import Nearby, Option, Prediction, Profile
 from rekindle.errors import RekindleError
-from rekindle.modules.application import apply, remove
+from rekindle.modules.application import apply, undo
 from rekindle.sizes import format_bytes, parse_bytes
 
 _log = logging.getLogger("rekindle")
@@ -311,8 +311,7 @@ def fit(
         model: the model, on its device.
         batch: as for `profile`: the largest that training will see.
         budget: as for `solve`.
-        optimizer: the optimizer, for the size of its state. A profile that is given has it counted
-            already, or not.
+        optimizer: the optimizer, for the size of its state.
         profile: what `rekindle.profile` measured of this model and batch, if it has been: then
             another budget takes seconds.
         spill: as for `profile`.
@@ -339,7 +338,11 @@ def _fit(
     known: Profile | None,
     spill: bool,
 ) -> Plan:
-    measured = agreed(known or profile(model, batch, optimizer=optimizer, spill=spill))
+    if known is None:
+        known = profile(model, batch, optimizer=optimizer, spill=spill)
+    elif optimizer is not None:
+        known = _with_state(known, model, batch, optimizer)
+    measured = agreed(known)
     plan = _fitted(model, batch, budget, measured)
     apply(model, plan)
     state = 0 if optimizer is None else optimizer_bytes(optimizer)
@@ -347,6 +350,15 @@ def _fit(
     rest = measured.rest_peak if is_function else 0
     keep_fitted(model, Fitting(budget, state, rest, spill=spill or _spills(measured)))
     return plan
+
+
+def _with_state(profile: Profile, model: nn.Module, batch: Any, optimizer: Any) -> Profile:
+    """A profile that may have been measured without the optimizer, with its state counted."""
+    gradients = bytes_of([p.grad for p in model.parameters() if p.grad is not None])
+    device = next(model.parameters()).device
+    tensors = profiling.Step(model, batch).tensors()
+    counted = static_bytes(model, optimizer, device, tensors, gradients)
+    return replace(profile, static_bytes=max(profile.static_bytes, counted))
 
 
 def _check_measured(profile: Any, model: nn.Module, batch: Any) -> None:
@@ -481,7 +493,7 @@ def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tupl
             step()
             peak = meter.peak()
         seconds = timed(step, device)
-        remove(model)
+        undo(model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return measured.static_bytes + peak, seconds

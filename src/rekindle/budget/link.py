@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from rekindle.budget.timing import RUNS, now
+from rekindle.errors import OffloadError
 from rekindle.offload.options import TierName
 from rekindle.offload.spill_file import SpillFile, wait_for
+from rekindle.sizes import format_bytes
 
 _BYTES = 128 << 20
 
@@ -33,11 +35,19 @@ def _pinned(device: torch.device) -> float:
 
 def _disk() -> float:
     """Of the folder for temporary files."""
-    file = SpillFile(tempfile.gettempdir())
+    folder = tempfile.gettempdir()
+    file = SpillFile(folder)
     data = torch.zeros(_BYTES, dtype=torch.uint8)
-    start = file.take(_BYTES)
-    out = _fastest(lambda: wait_for(file.write(data, start)), data.device)
-    return _BYTES / max(out, _fastest(lambda: wait_for(file.read(data, start)), data.device))
+    try:
+        start = file.take(_BYTES)
+        out = _fastest(lambda: wait_for(file.write(data, start)), data.device)
+        back = _fastest(lambda: wait_for(file.read(data, start)), data.device)
+    except OSError as error:
+        raise OffloadError(
+            f"spill=True writes {format_bytes(_BYTES)} to the folder for temporary files, "
+            f"{folder}, to see how fast it is, and could not: {error}. TMPDIR names another."
+        ) from error
+    return _BYTES / max(out, back)
 
 
 def _fastest(work: Callable[[], None], device: torch.device) -> float:

@@ -35,7 +35,7 @@ from rekindle.budget.timing import Clock, DeviceClock
 from rekindle.budget.together import told_together
 from rekindle.budget.traits import Traits, traits_of
 from rekindle.budget.values import BlockProfile, Option, Profile
-from rekindle.modules.application import apply, remove
+from rekindle.modules.application import apply, undo
 from rekindle.modules.blocks import blocks_of
 from rekindle.modules.caches import no_caches
 from rekindle.modules.forward import forward_of
@@ -262,7 +262,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             yield
     finally:
-        remove(model)
+        undo(model)
         for module, forward in fates.items():
             if forward is not None:
                 vars(module)["forward"] = forward
@@ -306,7 +306,7 @@ def _outline(step: Step, blocks: dict[str, nn.Module], bench: Bench) -> tuple[_S
             step()
             end = clock.mark()
     seconds = clock.seconds(begin, end) if clock.is_exact else clock.timed(step)
-    remove(step.model)
+    undo(step.model)
     return watch.seen, seconds
 
 

@@ -68,7 +68,8 @@ def choose(profile: Profile, budget: int) -> Choice | None:
     starts += [_spread(profile, choice) for choice in starts[-1:]]
     if not starts:
         starts = [_least_held(profile)]
-    found = [improved(profile, choice, budget) for choice in starts]
+    looks = _LOOKS // len(starts)
+    found = [improved(profile, choice, budget, looks) for choice in starts]
     best = min(found, key=lambda choice: _badness(choice.prediction, budget))
     best = shaken(profile, best, budget)
     return best if best.prediction.peak <= budget else None
@@ -123,11 +124,11 @@ _LOOKS = 300_000
 """Blocks that are looked at to improve a choice, about half a second."""
 
 
-def improved(profile: Profile, choice: Choice, budget: int) -> Choice:
+def improved(profile: Profile, choice: Choice, budget: int, most: int = _LOOKS) -> Choice:
     """The choice, changed one block at a time as long as that makes it better."""
     paths = [path for path, _ in profile.order]
     looks = 0
-    while looks < _LOOKS:
+    while looks < most:
         best = choice
         for place in _edges(choice.options):
             same = {i for i, path in enumerate(paths) if path == paths[place]}

@@ -14,7 +14,7 @@ from torch import nn
 from rekindle.budget.execute import what_of
 from rekindle.budget.simulate import simulate
 from rekindle.budget.values import Option, Profile
-from rekindle.modules.application import apply, remove
+from rekindle.modules.application import apply, undo
 
 
 def told_together(
@@ -32,7 +32,7 @@ def told_together(
     except torch.OutOfMemoryError:  # it holds more than with everything recomputed
         return profile
     finally:
-        remove(model)
+        undo(model)
     late = max(taken - simulate(profile, leanest).seconds, 0.0) / count
     blocks = (
         replace(block, options=tuple(_later(option, late) for option in block.options))

@@ -85,8 +85,18 @@ _KINDS = 4
 """Kinds of ops that are told; of more, only how many."""
 
 
+_FATES = ("keep", "recompute", "derive", "select")
+
+
 def option_of(values: dict[str, Any]) -> Option:
-    """An option as it was saved."""
+    """An option as it was saved; an error if it is none."""
+    if values["fate"] not in _FATES:
+        raise ValueError(f"a fate is one of {', '.join(_FATES)}, but got {values['fate']!r}")
+    if values["tier"] not in FATE_OF_TIER:
+        raise ValueError(f"a tier is host or disk, but got {values['tier']!r}")
+    for name in ("kept", "offloaded", "derived"):
+        if not all(type(number) is int for number in values[name]):
+            raise ValueError(f"{name} should be numbers, but got {values[name]!r}")
     names = ("kept", "offloaded", "derived", "kept_names", "offloaded_names", "derived_names")
     lists = {name: tuple(values[name]) for name in names}
     return Option(**{**values, **lists})

@@ -16,6 +16,7 @@ from rekindle.offload.context import Offload, offload
 from rekindle.policies import Policy
 from rekindle.selective.by_save import Saves
 from rekindle.selective.fates import Fate, fate_named
+from rekindle.selective.tiers import trim_planned
 from rekindle.selective.where import SelectiveCheckpointContext
 
 What = str | Policy | Offload | Saves
@@ -123,7 +124,7 @@ def apply(model: nn.Module, what: What | Mapping[str, What] | FatesForModel) -> 
     wanted = _wanted(model, what)
     _refuse_what_is_checkpointed(model, wanted)
     ways = _ways(wanted)
-    remove(model)
+    undo(model)
     for module, way in ways:
         put(module, way)
     if hasattr(given, "stand_on"):
@@ -140,9 +141,18 @@ def apply(model: nn.Module, what: What | Mapping[str, What] | FatesForModel) -> 
 
 
 def remove(model: nn.Module) -> None:
-    """Undo `apply`: every module of the model is as before."""
+    """Undo `apply`: every module of the model is as before.
+
+    Host memory and disk that plans have set aside, and that nothing uses, are given back.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"remove() takes a model, but got {type(model).__name__}")
+    undo(model)
+    trim_planned()
+
+
+def undo(model: nn.Module) -> None:
+    """The same for a moment: what is set aside will be used again."""
     for module in model.modules():
         take_away(module)
         detach(module)

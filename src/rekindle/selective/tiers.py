@@ -38,6 +38,12 @@ def take(fate: Fate, x: Tensor) -> Saved | Kept:
     return saved
 
 
+def trim_planned() -> None:
+    """Give back what plans have set aside and nothing uses."""
+    for fate in AS_PLANNED.values():
+        _engine(fate).trim()
+
+
 def pause(fates: Iterable[Fate], failed: bool) -> None:
     """A region that used these fates ends."""
     for fate in fates:
