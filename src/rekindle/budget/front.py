@@ -491,8 +491,9 @@ def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tupl
         with metered(device, known) as meter:
             meter.reset()
             step()
-            peak = meter.peak()
-        seconds = timed(step, device)
+            metered_seconds = timed(step, device) if device.type == "cuda" else None
+            peak = meter.peak()  # of several steps, where metering costs nothing
+        seconds = timed(step, device) if metered_seconds is None else metered_seconds
         undo(model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
