@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import rekindle
 from rekindle import policies
 from tests.graphs import TORCHS_WARNINGS, fresh_compiler, graphs_of
-from tests.toys import Block, assert_same_step, same_bits
+from tests.toys import Block, assert_same_step, leaf, same_bits
 
 pytestmark = TORCHS_WARNINGS
 
@@ -23,10 +23,6 @@ pytestmark = TORCHS_WARNINGS
 def fresh() -> Iterator[None]:
     with fresh_compiler():
         yield
-
-
-def leaf(*shape: int, **options: Any) -> Tensor:
-    return torch.randn(*shape, requires_grad=True, **options)
 
 
 BACKENDS = ["eager", "aot_eager", "aot_eager_decomp_partition", "inductor"]

@@ -12,7 +12,7 @@ import rekindle
 from rekindle import policies
 from rekindle.compiled import breaks
 from tests.graphs import TORCHS_WARNINGS, fresh_compiler
-from tests.toys import Block, assert_same_step
+from tests.toys import Block, assert_same_step, leaf
 
 pytestmark = TORCHS_WARNINGS
 
@@ -22,10 +22,6 @@ def fresh() -> Iterator[None]:
     breaks._told.clear()
     with fresh_compiler():
         yield
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 BLOCK = Block(drop=0.5)

@@ -12,7 +12,7 @@ import rekindle
 from rekindle import policies
 from rekindle.policies import keep
 from tests.graphs import TORCHS_WARNINGS, fresh_compiler, graphs_of
-from tests.toys import Block, Stack, assert_same_step
+from tests.toys import Block, Stack, assert_same_step, leaf
 
 pytestmark = TORCHS_WARNINGS
 
@@ -21,10 +21,6 @@ pytestmark = TORCHS_WARNINGS
 def fresh() -> Iterator[None]:
     with fresh_compiler():
         yield
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:

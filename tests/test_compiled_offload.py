@@ -11,7 +11,7 @@ import rekindle
 from rekindle import policies
 from rekindle.compiled import offloading, tags
 from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler
-from tests.toys import Stack, assert_same_step
+from tests.toys import Stack, assert_same_step, leaf
 
 pytestmark = TORCHS_WARNINGS
 
@@ -20,10 +20,6 @@ pytestmark = TORCHS_WARNINGS
 def fresh(new_engines: None) -> Iterator[None]:
     with fresh_compiler():
         yield
-
-
-def leaf(*shape: int, **options: Any) -> Tensor:
-    return torch.randn(*shape, requires_grad=True, **options)
 
 
 def to_disk() -> Any:

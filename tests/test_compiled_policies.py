@@ -12,7 +12,7 @@ import rekindle
 from rekindle import CheckpointPolicy, policies
 from rekindle.policies import at, every, first, keep, named, recompute
 from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler, graphs_of
-from tests.toys import Block, Mlp, Stack, assert_same_step
+from tests.toys import Block, Mlp, Stack, assert_same_step, leaf
 
 pytestmark = TORCHS_WARNINGS
 
@@ -21,10 +21,6 @@ pytestmark = TORCHS_WARNINGS
 def fresh() -> Iterator[None]:
     with fresh_compiler():
         yield
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 WEIGHT = torch.randn(8, 8, requires_grad=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import rekindle
 from tests.graphs import TORCHS_WARNINGS, fresh_compiler, graphs_of
-from tests.toys import Block, Stack
+from tests.toys import Block, Stack, leaf
 
 pytestmark = TORCHS_WARNINGS
 
@@ -19,10 +19,6 @@ pytestmark = TORCHS_WARNINGS
 def fresh() -> Iterator[None]:
     with fresh_compiler():
         yield
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 def wave(x: Tensor) -> Tensor:

@@ -10,11 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import rekindle
-from tests.toys import Block, Mlp, assert_same_step
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
+from tests.toys import Block, Mlp, assert_same_step, leaf
 
 
 @pytest.fixture(autouse=True)

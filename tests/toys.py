@@ -48,6 +48,11 @@ class Stack(nn.Module):
         return x
 
 
+def leaf(*shape: int, **options: Any) -> Tensor:
+    """Random numbers that want a gradient."""
+    return torch.randn(*shape, requires_grad=True, **options)
+
+
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     """Equal in shape, dtype and every bit, NaNs included; None equals None."""
     if a is None or b is None:
