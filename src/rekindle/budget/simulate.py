@@ -16,34 +16,40 @@ def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
     stays = _stays(options, lead)
     moves = [option.bytes_moved - stay for option, stay in zip(options, stays, strict=True)]
     late = lead if any(moves) else 0
-    blocks = [
-        (path or "the model", option, stay, moved)
-        for (path, _), option, stay, moved in zip(profile.order, options, stays, moves, strict=True)
-    ]
-    points = [(profile.first_peak - profile.before_bytes, "the forward before the blocks")]
+    between = profile.between or (0,) * len(options)
     course = _Course(profile.bytes_per_second)
+    points = [profile.first_peak - profile.before_bytes]
     held = 0
-    between = profile.between or (0,) * len(blocks)
-    for (path, option, stay, moved), made in zip(blocks, between, strict=True):
+    for option, stay, moved, made in zip(options, stays, moves, between, strict=True):
         held += made
-        there = held + course.leaving + late
-        points.append((there + option.forward_peak, f"the forward of {path}"))
+        points.append(held + course.leaving + late + option.forward_peak)
         held += option.bytes_held + stay
         course.forward(option, moved)
-    points.append((held + course.leaving + late + profile.rest_peak, "the head and the loss"))
+    points.append(held + course.leaving + late + profile.rest_peak)
     course.turn(profile.rest_seconds)
     ahead = _ahead(moves, lead)
-    for (path, option, stay, moved), coming, made in zip(
-        reversed(blocks), reversed(ahead), reversed(between), strict=True
-    ):
-        points.append((held + option.backward_peak - stay + coming, f"the backward of {path}"))
-        held -= option.bytes_held + stay + made
-        course.backward(option, moved)
-    last = profile.last_peak - profile.before_bytes
-    points.append((last, "the backward after the blocks"))
-    highest, where = max(points)
+    for i in range(len(options) - 1, -1, -1):
+        option, stay = options[i], stays[i]
+        points.append(held + option.backward_peak - stay + ahead[i])
+        held -= option.bytes_held + stay + between[i]
+        course.backward(option, moves[i])
+    points.append(profile.last_peak - profile.before_bytes)
+    highest = max(points)
     base = profile.static_bytes + profile.before_bytes
-    return Prediction(base + highest, course.seconds, where)
+    return Prediction(base + highest, course.seconds, _told(profile, points.index(highest)))
+
+
+def _told(profile: Profile, point: int) -> str:
+    """Where in the step a point of the timeline is."""
+    count = len(profile.order)
+    if point == 0:
+        return "the forward before the blocks"
+    if point == count + 1:
+        return "the head and the loss"
+    if point == 2 * count + 2:
+        return "the backward after the blocks"
+    way, i = ("forward", point - 1) if point <= count else ("backward", 2 * count + 1 - point)
+    return f"the {way} of {profile.order[i][0] or 'the model'}"
 
 
 def _stays(options: Sequence[Option], lead: int) -> list[int]:
@@ -116,6 +122,10 @@ class _Course:
         An idle one waits for the host at each of its first ops, which are small: reckoned as if it
         began when the host is half done.
         """
-        begin = max(self.seconds, self.host + host / 2)
+        begin = self.host + host / 2
+        if begin < self.seconds:
+            begin = self.seconds
         self.host += host
-        self.seconds = max(begin + seconds, self.host)
+        self.seconds = begin + seconds
+        if self.seconds < self.host:
+            self.seconds = self.host
