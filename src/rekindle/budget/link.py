@@ -1,12 +1,11 @@
 """How fast activations leave the device and come back."""
 
 import tempfile
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from rekindle.budget.timing import RUNS, now
+from rekindle.budget.timing import timed
 from rekindle.errors import OffloadError
 from rekindle.offload.options import TierName
 from rekindle.offload.spill_file import SpillFile, wait_for
@@ -29,8 +28,8 @@ def _pinned(device: torch.device) -> float:
     def copied(to: Tensor, source: Tensor) -> None:
         to.copy_(source, non_blocking=True)
 
-    out = _fastest(lambda: copied(here, there), device)
-    return _BYTES / max(out, _fastest(lambda: copied(there, here), device))
+    out = timed(lambda: copied(here, there), device)
+    return _BYTES / max(out, timed(lambda: copied(there, here), device))
 
 
 def _disk() -> float:
@@ -40,21 +39,11 @@ def _disk() -> float:
     data = torch.zeros(_BYTES, dtype=torch.uint8)
     try:
         start = file.take(_BYTES)
-        out = _fastest(lambda: wait_for(file.write(data, start)), data.device)
-        back = _fastest(lambda: wait_for(file.read(data, start)), data.device)
+        out = timed(lambda: wait_for(file.write(data, start)), data.device)
+        back = timed(lambda: wait_for(file.read(data, start)), data.device)
     except OSError as error:
         raise OffloadError(
             f"spill=True writes {format_bytes(_BYTES)} to the folder for temporary files, "
             f"{folder}, to see how fast it is, and could not: {error}. TMPDIR names another."
         ) from error
     return _BYTES / max(out, back)
-
-
-def _fastest(work: Callable[[], None], device: torch.device) -> float:
-    """Seconds that it takes at best."""
-    taken = []
-    for _ in range(RUNS):
-        begin = now(device)
-        work()
-        taken.append(now(device) - begin)
-    return min(taken)
