@@ -720,10 +720,11 @@ def test_a_budget_below_what_is_always_there_is_refused_with_both() -> None:
 
 def test_a_refused_budget_names_one_that_fits() -> None:
     model, batch = Stack(4, 16), torch.randn(512, 16)
+    profile = rekindle.profile(model, batch)  # another may have other options, by its times
     with pytest.raises(rekindle.BudgetError) as refused:
-        rekindle.fit(model, batch, 100)
+        rekindle.fit(model, batch, 100, profile=profile)
     named = str(refused.value).split("The least that works is ")[1].split(",")[0]
-    plan = rekindle.fit(model, batch, named)
+    plan = rekindle.fit(model, batch, named, profile=profile)
     assert plan.measured_peak is not None
     assert plan.measured_peak <= plan.budget
 
