@@ -46,7 +46,7 @@ class Saves:
     """What becomes of what autograd saves in a region, by number; the rest stays."""
 
     derived: frozenset[int]
-    """_Dropped again by one op, where one does."""
+    """Made again by one op, where one does."""
     offloaded: frozenset[int]
     tier: TierName = "host"
     """Where those go."""
