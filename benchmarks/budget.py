@@ -28,7 +28,7 @@ from benchmarks.strategies import (
     torch_selective,
 )
 from benchmarks.workload import Comparison, Forward, Workload
-from rekindle.budget.front import fastest_within
+from rekindle.budget.fitting import fastest_within
 from rekindle.modules.application import undo
 
 SHARES = (0.7, 0.6, 0.5, 0.35, 0.2)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rekindle
 from examples import demo
 from rekindle.budget import profiling
-from rekindle.budget.front import _plan
+from rekindle.budget.planning import plan_by
 from rekindle.budget.simulate import simulate
 from rekindle.budget.values import Profile
 from rekindle.modules.forward import forward_of
@@ -251,7 +251,7 @@ def test_any_plan_gives_the_gradients_of_a_plain_step(
         data.draw(st.sampled_from(profile.options(i)), label=path)
         for i, (path, _) in enumerate(profile.order)
     ]
-    plan = _plan(profile, 0, options, simulate(profile, options), 0.0)
+    plan = plan_by(profile, 0, options, simulate(profile, options), 0.0)
     model, batch = case()
     plain = step(model, batch)
     rekindle.apply(model, plan)

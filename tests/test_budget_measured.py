@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.budget import front
+from rekindle.budget import fitting, profiling
 from tests.toys import Stack
 
 pytest.importorskip("scipy")
@@ -27,7 +27,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], tuple[rekindl
             tried.append(plan)
             return plan.predicted_peak, seconds(plan)
 
-        monkeypatch.setattr(front, "try_out", try_out)
+        monkeypatch.setattr(fitting, "try_out", try_out)
         model = Stack(6, 64)
         plan = rekindle.fit(model, torch.randn(256, 64), budget="70%")
         assert rekindle.plan_of(model) == plan
@@ -43,7 +43,7 @@ def goes_op_by_op(plan: rekindle.Plan) -> bool:
 @pytest.fixture
 def selecting(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if to recompute a block whole took long: then plans go op by op."""
-    measure = front.profiling.measure
+    measure = profiling.measure
 
     def slow(*args: Any) -> Any:
         profile = measure(*args)
@@ -59,7 +59,7 @@ def selecting(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         return replace(profile, blocks=tuple(blocks))
 
-    monkeypatch.setattr(front.profiling, "measure", slow)
+    monkeypatch.setattr(profiling, "measure", slow)
 
 
 def test_a_step_that_is_on_time_is_not_compared(fitted: Any, selecting: None) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.budget import front, solving
+from rekindle.budget import fitting, front, planning, solving
 from rekindle.budget.simulate import simulate
 from rekindle.budget.values import BlockProfile, Nearby, Option, Profile
 from tests.test_budget_solve import (
@@ -144,8 +144,8 @@ def test_a_fit_that_had_to_aim_lower_tells_of_budgets_as_they_were_asked_for(
         return (limit + 1000 if len(tried) == 1 else limit), plan.predicted_time
 
     monkeypatch.setattr(front, "profile", lambda *_, **__: profile)
-    monkeypatch.setattr(front, "try_out", too_high_at_first)
-    limit = front.budget_bytes(profile, "90%")
+    monkeypatch.setattr(fitting, "try_out", too_high_at_first)
+    limit = planning.budget_bytes(profile, "90%")
     plan = rekindle.fit(model, x, limit)
     aim = limit - 1000 - limit // 200
     assert [each.budget for each in tried] == [limit, aim]

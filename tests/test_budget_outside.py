@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.budget import front, solving
+from rekindle.budget import fitting, front, planning, solving
 from tests.toys import Block, Stack
 
 pytest.importorskip("scipy")
@@ -99,8 +99,8 @@ def test_the_last_plan_that_is_tried_is_the_least_there_is(
         tried.append(plan)
         return limit + (0 if plan.predicted_peak == least else 10_000_000), plan.predicted_time
 
-    monkeypatch.setattr(front, "try_out", always_more)
-    limit = front.budget_bytes(profile, "80%")
+    monkeypatch.setattr(fitting, "try_out", always_more)
+    limit = planning.budget_bytes(profile, "80%")
     plan = rekindle.fit(model, x, limit)
     assert plan.predicted_peak == least
     assert len(tried) == 2

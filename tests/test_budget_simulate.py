@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import rekindle
 from benchmarks.decoder import Decoder, Shape
-from rekindle.budget.front import _plan, try_out
+from rekindle.budget.fitting import try_out
+from rekindle.budget.planning import plan_by
 from rekindle.budget.simulate import simulate
 from rekindle.budget.values import BlockProfile, Option, Profile
 from tests.toys import Block, Stack
@@ -285,7 +286,7 @@ def peaks(model: nn.Module, batch: Any) -> list[tuple[str, int, int]]:
     found = []
     for options in plans(profile):
         prediction = simulate(profile, options)
-        plan = _plan(profile, 0, options, prediction, 0.0)
+        plan = plan_by(profile, 0, options, prediction, 0.0)
         found.append((prediction.at, prediction.peak, try_out(model, batch, plan, profile)[0]))
     return found
 

@@ -1,8 +1,9 @@
 """Train models that do not fit in memory, with gradients bit for bit unchanged."""
 
 from rekindle import policies
-from rekindle.budget.front import BudgetError, Point, fit, frontier, profile, solve
+from rekindle.budget.front import Point, fit, frontier, profile, solve
 from rekindle.budget.plan import Plan
+from rekindle.budget.planning import BudgetError
 from rekindle.budget.standing import plan_of
 from rekindle.budget.values import Profile
 from rekindle.checkpoint import checkpoint, checkpoint_sequential

@@ -1,7 +1,5 @@
 """The front door: `profile`, `solve`, `frontier`, `fit`."""
 
-import logging
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -10,31 +8,26 @@ import torch
 from torch import nn
 
 from rekindle.budget import profiling
-from rekindle.budget.agreement import agreed, highest, is_first
+from rekindle.budget.agreement import agreed, is_first
 from rekindle.budget.devices import Device
 from rekindle.budget.fake import has_no_memory
+from rekindle.budget.fitting import fitted
 from rekindle.budget.imagining import Like, imagine
-from rekindle.budget.memory import bytes_of, metered
+from rekindle.budget.memory import bytes_of
 from rekindle.budget.plan import Plan
+from rekindle.budget.planning import (
+    budget_bytes,
+    checked_budget,
+    plain_prediction,
+    solved,
+    with_nearby,
+)
 from rekindle.budget.progress import Progress, each, shown, tell
-from rekindle.budget.shapes import elements
-from rekindle.budget.simulate import simulate
-from rekindle.budget.standing import Fitting, keep_fitted, plan_of
+from rekindle.budget.standing import Fitting, keep_fitted
 from rekindle.budget.static import optimizer_bytes, static_bytes
-from rekindle.budget.timing import timed
-from rekindle.budget.values import Nearby, Option, Prediction, Profile
-from rekindle.errors import RekindleError
-from rekindle.modules.application import apply, undo
-from rekindle.sizes import format_bytes, parse_bytes
-
-_log = logging.getLogger("rekindle")
-_TRIES = 4
-_LEARNING = 4
-"""Steps after which offload has learnt what it can."""
-
-
-class BudgetError(RekindleError):
-    """No plan keeps a training step within the budget."""
+from rekindle.budget.step import Step
+from rekindle.budget.values import Nearby, Profile
+from rekindle.modules.application import apply
 
 
 def profile(
@@ -140,94 +133,7 @@ def solve(profile: Profile, budget: int | str) -> Plan:
     if not isinstance(profile, Profile):
         raise TypeError(f"solve() takes a profile, but got {type(profile).__name__}")
     _need_scipy()
-    return _with_nearby(profile, _solved(profile, budget_bytes(profile, budget)))
-
-
-def _solved(profile: Profile, limit: int) -> Plan:
-    from rekindle.budget import solving  # noqa: PLC0415
-
-    choice = solving.choose(profile, limit)
-    if choice is None:
-        least = solving.smallest(profile)
-        least_kib = -(-least.prediction.peak // 1024)
-        raise BudgetError(
-            f"No plan fits into {format_bytes(limit)}. The least that works is {least_kib} KiB, "
-            f"of which {format_bytes(profile.static_bytes)} are parameters, gradients, optimizer "
-            f"state and the batch; the peak is in {least.prediction.at}."
-        )
-    return _plan(profile, limit, choice.options, choice.prediction, choice.gap)
-
-
-def _with_nearby(profile: Profile, plan: Plan) -> Plan:
-    """A plan, with what less memory and more would change."""
-    from rekindle.budget.nearby import nearby  # noqa: PLC0415
-
-    options = tuple(option for _, _, option in plan.blocks)
-    now = Prediction(plan.predicted_peak, plan.predicted_time)
-    less, more = nearby(profile, plan.budget, options, now)
-    return replace(plan, less=less, more=more)
-
-
-def _plan(
-    profile: Profile, budget: int, options: Sequence[Option], found: Prediction, gap: float
-) -> Plan:
-    plain = plain_prediction(profile)
-    return Plan(
-        model=profile.model,
-        batch=profile.batch,
-        device=profile.device,
-        budget=budget,
-        predicted_peak=found.peak,
-        predicted_time=found.seconds,
-        plain_peak=plain.peak,
-        plain_time=plain.seconds,
-        gap=gap,
-        peak_at=found.at,
-        blocks=tuple(
-            (path, profile.blocks[index].kind, option)
-            for (path, index), option in zip(profile.order, options, strict=True)
-        ),
-        inputs=profile.inputs,
-        unused=profile.unused,
-    )
-
-
-def plain_prediction(profile: Profile) -> Prediction:
-    """What a step takes without a plan."""
-    return simulate(
-        profile,
-        [
-            next(o for o in profile.options(i) if o.fate == "keep")
-            for i in range(len(profile.order))
-        ],
-    )
-
-
-def budget_bytes(profile: Profile, budget: int | str) -> int:
-    """A budget in bytes: as given, or a share of the activations' peak on top of what is static."""
-    share = _check_budget(budget)
-    if isinstance(share, float):
-        activations = plain_prediction(profile).peak - profile.static_bytes
-        return profile.static_bytes + int(share * activations)
-    return share
-
-
-def _check_budget(budget: Any) -> int | float:
-    """A budget as bytes, or as a share."""
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        try:
-            share = float(budget.strip()[:-1]) / 100
-        except ValueError:
-            raise ValueError(f'A budget as a share is like "40%", but got {budget!r}') from None
-        if not 0 < share < 100:
-            raise ValueError(
-                f"A budget as a share is above 0% and below 10000%, but got {budget!r}"
-            )
-        return share
-    nbytes = parse_bytes(budget, "budget")
-    if nbytes <= 0:
-        raise ValueError(f"A budget is a number of bytes above 0, but got {budget!r}")
-    return nbytes
+    return with_nearby(profile, solved(profile, budget_bytes(profile, budget)))
 
 
 @dataclass(frozen=True)
@@ -264,7 +170,7 @@ def _frontier(profile: Profile, points: int) -> list[Point]:
     found: list[Point] = []
     for i in each(range(points), "point"):
         budget = highest - (highest - least) * i // max(points - 1, 1)
-        plan = _solved(profile, max(budget, least))
+        plan = solved(profile, max(budget, least))
         if not found or plan.predicted_peak < found[-1].peak:
             found.append(Point(plan.predicted_peak, plan.predicted_time, plan))
     found = [
@@ -317,7 +223,7 @@ def fit(
         spill: as for `profile`.
         progress: as for `profile`.
     """
-    _check_budget(budget)
+    checked_budget(budget)
     _check_options(optimizer, spill)
     if profile is not None:
         _check_measured(profile, model, batch)
@@ -343,10 +249,10 @@ def _fit(
     elif optimizer is not None:
         known = _with_state(known, model, batch, optimizer)
     measured = agreed(known)
-    plan = _fitted(model, batch, budget, measured)
+    plan = fitted(model, batch, budget, measured)
     apply(model, plan)
     state = 0 if optimizer is None else optimizer_bytes(optimizer)
-    is_function = profiling.Step(model, batch).function is not None
+    is_function = Step(model, batch).function is not None
     rest = measured.rest_peak if is_function else 0
     keep_fitted(model, Fitting(budget, state, rest, spill=spill or _spills(measured)))
     return plan
@@ -356,7 +262,7 @@ def _with_state(profile: Profile, model: nn.Module, batch: Any, optimizer: Any) 
     """A profile that may have been measured without the optimizer, with its state counted."""
     gradients = bytes_of([p.grad for p in model.parameters() if p.grad is not None])
     device = next(model.parameters()).device
-    tensors = profiling.Step(model, batch).tensors()
+    tensors = Step(model, batch).tensors()
     counted = static_bytes(model, optimizer, device, tensors, gradients)
     return replace(profile, static_bytes=max(profile.static_bytes, counted))
 
@@ -369,7 +275,7 @@ def _check_measured(profile: Any, model: nn.Module, batch: Any) -> None:
         raise ValueError(
             f"The profile is of a {profile.model}, but the model is a {type(model).__name__}"
         )
-    shapes = profiling.Step(model, batch).shapes()
+    shapes = Step(model, batch).shapes()
     if profile.batch != shapes:
         raise ValueError(f"The profile is of a batch {profile.batch}, but the batch is {shapes}")
 
@@ -377,127 +283,6 @@ def _check_measured(profile: Any, model: nn.Module, batch: Any) -> None:
 def _spills(profile: Profile) -> bool:
     """Whether it was measured with disk for what is sent away."""
     return any(option.tier == "disk" for block in profile.blocks for option in block.options)
-
-
-def fit_again(model: nn.Module, call: profiling.Call, fitting: Fitting) -> Plan:
-    """Fit a model that was fitted before, to a larger call of it."""
-    bench = profiling.bench_of(next(model.parameters()).device, fitting.spill)
-    measured = profiling.measure(model, call, fitting.optimizer_bytes, bench)
-    before = plan_of(model)
-    if before is not None:  # what a function does with the result is not seen: taken to grow too
-        rest = fitting.rest_peak * elements(measured.inputs) // max(elements(before.inputs), 1)
-        measured = replace(measured, rest_peak=max(measured.rest_peak, rest))
-        fitting = replace(fitting, rest_peak=rest)
-    plan = _fitted(model, call, fitting.budget, measured)
-    apply(model, plan)
-    keep_fitted(model, fitting)
-    return plan
-
-
-def _fitted(model: nn.Module, batch: Any, budget: int | str, measured: Profile) -> Plan:
-    """The plan for a budget that was tried out; the model ends as it was."""
-    limit = budget_bytes(measured, budget)
-    plan = fastest_within(model, batch, limit, measured)
-    return _for_budget(_with_nearby(measured, plan), limit)
-
-
-def fastest_within(model: nn.Module, batch: Any, limit: int, measured: Profile) -> Plan:
-    """A plan that was measured to be within a limit, and fast.
-
-    A step that takes longer than was predicted is compared with plans of fewer means: without
-    offload, then without going op by op. What is measured decides.
-    """
-    plan = _verified(model, batch, limit, measured)
-    for profile in _with_fewer_means(measured, plan):
-        assert plan.measured_time is not None, "it was tried out"
-        late = agreed(plan.measured_time) - plan.predicted_time
-        if late <= max(_LATE * plan.predicted_time, _HARDLY):
-            break
-        tell("another plan")
-        try:
-            other = _verified(model, batch, limit, profile)
-        except BudgetError:
-            continue
-        assert other.measured_time is not None, "it was tried out"
-        if agreed(other.measured_time < plan.measured_time):
-            plan = other
-    return plan
-
-
-_LATE = 0.1
-"""The share of what was predicted by which a step may be late."""
-_HARDLY = 0.005
-"""Seconds that say nothing: another step would take more, or less."""
-
-
-def _with_fewer_means(profile: Profile, plan: Plan) -> Iterator[Profile]:
-    """The profile without the options that move something, then without those op by op.
-
-    As far as the plan uses such options.
-    """
-    from rekindle.budget import solving  # noqa: PLC0415
-
-    if plan.offloads:
-        yield solving.without_offload(profile)
-    if any(option.fate == "select" for _, _, option in plan.blocks):
-        yield solving.only(profile, lambda option: option.fate != "select")
-
-
-def _verified(model: nn.Module, batch: Any, limit: int, measured: Profile) -> Plan:
-    """A plan that was tried out, and found to stay within a limit."""
-    from rekindle.budget import solving  # noqa: PLC0415
-
-    aim, peak = limit, 0
-    for i in range(_TRIES):
-        tell("solve")
-        if i == 0:
-            plan = _solved(measured, aim)
-        else:
-            choice = solving.choose(measured, aim) if i < _TRIES - 1 else None
-            choice = choice or solving.smallest(measured)  # which may take less than predicted
-            plan = _plan(measured, aim, choice.options, choice.prediction, choice.gap)
-        tell("verify")
-        peak, seconds = try_out(model, batch, plan, measured)
-        peak = highest(peak, next(model.parameters()).device)
-        if peak <= limit:
-            return plan.measured(peak, seconds)
-        _log.info("the step peaks at %s: planning again", format_bytes(peak))
-        aim -= peak - limit + max(limit // 200, 1)
-    raise BudgetError(
-        f"Plans for {format_bytes(limit)} were measured at {format_bytes(peak)}, more than was "
-        "predicted. Try a larger budget."
-    )
-
-
-def _for_budget(plan: Plan, limit: int) -> Plan:
-    """A plan for the budget that was asked for, where less was aimed at."""
-    near = [
-        at and replace(at, budget=at.budget + limit - plan.budget) for at in (plan.less, plan.more)
-    ]
-    return replace(plan, budget=limit, less=near[0], more=near[1])
-
-
-def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tuple[int, float]:
-    """The peak and the time of a step under a plan; the model ends as it was, without the plan."""
-    device = next(model.parameters()).device
-    step = profiling.Step(model, batch)
-    with profiling.untouched(model), step.leaving_no_gradients():
-        apply(model, plan)
-        for _ in range(_LEARNING if plan.offloads else 1):
-            step()
-        known = [*model.parameters(), *model.buffers()]
-        known += [p.grad for p in model.parameters() if p.grad is not None]
-        known += step.tensors()
-        with metered(device, known) as meter:
-            meter.reset()
-            step()
-            metered_seconds = timed(step, device) if device.type == "cuda" else None
-            peak = meter.peak()  # of several steps, where metering costs nothing
-        seconds = timed(step, device) if metered_seconds is None else metered_seconds
-        undo(model)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return measured.static_bytes + peak, seconds
 
 
 def _need_scipy() -> None:

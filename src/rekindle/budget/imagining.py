@@ -11,7 +11,8 @@ from torch import nn
 
 from rekindle.budget.devices import Device, OpClock, device_named, device_of, known_devices
 from rekindle.budget.fake import CPU, faked, has_no_memory, refuse_what_has_no_fake
-from rekindle.budget.profiling import Bench, Step, measure
+from rekindle.budget.profiling import Bench, measure
+from rekindle.budget.step import Step
 from rekindle.budget.values import Profile
 
 Like = str | Device | Profile | None

@@ -92,8 +92,9 @@ class Standing:
     def _plan_again(
         self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes, fitting: Fitting
     ) -> None:
-        from rekindle.budget.front import BudgetError, fit_again  # noqa: PLC0415
-        from rekindle.budget.profiling import Call  # noqa: PLC0415
+        from rekindle.budget.fitting import fit_again  # noqa: PLC0415
+        from rekindle.budget.planning import BudgetError  # noqa: PLC0415
+        from rekindle.budget.step import Call  # noqa: PLC0415
 
         was = forward_of(model)
         larger = f"{told(shapes)}, larger than {told(self.plan.inputs)} that its plan is for"

@@ -1,0 +1,104 @@
+"""A plan for a budget, by a profile alone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rekindle.budget.plan import Plan
+from rekindle.budget.simulate import simulate
+from rekindle.budget.values import Option, Prediction, Profile
+from rekindle.errors import RekindleError
+from rekindle.sizes import format_bytes, parse_bytes
+
+
+class BudgetError(RekindleError):
+    """No plan keeps a training step within the budget."""
+
+
+def solved(profile: Profile, limit: int) -> Plan:
+    """The plan for a budget; an error that says what would work, if there is none."""
+    from rekindle.budget import solving  # noqa: PLC0415
+
+    choice = solving.choose(profile, limit)
+    if choice is None:
+        least = solving.smallest(profile)
+        least_kib = -(-least.prediction.peak // 1024)
+        raise BudgetError(
+            f"No plan fits into {format_bytes(limit)}. The least that works is {least_kib} KiB, "
+            f"of which {format_bytes(profile.static_bytes)} are parameters, gradients, optimizer "
+            f"state and the batch; the peak is in {least.prediction.at}."
+        )
+    return plan_by(profile, limit, choice.options, choice.prediction, choice.gap)
+
+
+def with_nearby(profile: Profile, plan: Plan) -> Plan:
+    """A plan, with what less memory and more would change."""
+    from rekindle.budget.nearby import nearby  # noqa: PLC0415
+
+    options = tuple(option for _, _, option in plan.blocks)
+    now = Prediction(plan.predicted_peak, plan.predicted_time)
+    less, more = nearby(profile, plan.budget, options, now)
+    return replace(plan, less=less, more=more)
+
+
+def plan_by(
+    profile: Profile, budget: int, options: Sequence[Option], found: Prediction, gap: float
+) -> Plan:
+    """Options for the blocks as a plan, with what was found of them."""
+    plain = plain_prediction(profile)
+    return Plan(
+        model=profile.model,
+        batch=profile.batch,
+        device=profile.device,
+        budget=budget,
+        predicted_peak=found.peak,
+        predicted_time=found.seconds,
+        plain_peak=plain.peak,
+        plain_time=plain.seconds,
+        gap=gap,
+        peak_at=found.at,
+        blocks=tuple(
+            (path, profile.blocks[index].kind, option)
+            for (path, index), option in zip(profile.order, options, strict=True)
+        ),
+        inputs=profile.inputs,
+        unused=profile.unused,
+    )
+
+
+def plain_prediction(profile: Profile) -> Prediction:
+    """What a step takes without a plan."""
+    return simulate(
+        profile,
+        [
+            next(o for o in profile.options(i) if o.fate == "keep")
+            for i in range(len(profile.order))
+        ],
+    )
+
+
+def budget_bytes(profile: Profile, budget: int | str) -> int:
+    """A budget in bytes: as given, or a share of the activations' peak on top of what is static."""
+    share = checked_budget(budget)
+    if isinstance(share, float):
+        activations = plain_prediction(profile).peak - profile.static_bytes
+        return profile.static_bytes + int(share * activations)
+    return share
+
+
+def checked_budget(budget: Any) -> int | float:
+    """A budget as bytes, or as a share."""
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        try:
+            share = float(budget.strip()[:-1]) / 100
+        except ValueError:
+            raise ValueError(f'A budget as a share is like "40%", but got {budget!r}') from None
+        if not 0 < share < 100:
+            raise ValueError(
+                f"A budget as a share is above 0% and below 10000%, but got {budget!r}"
+            )
+        return share
+    nbytes = parse_bytes(budget, "budget")
+    if nbytes <= 0:
+        raise ValueError(f"A budget is a number of bytes above 0, but got {budget!r}")
+    return nbytes

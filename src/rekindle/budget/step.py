@@ -1,0 +1,115 @@
+"""One training step of a model, as users give it: a batch, or a function that returns the loss."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a model is called with, by position and by keyword."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Step:
+    """One training step of a model on a batch, forward and backward."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self.model = model
+        self.batch = batch
+        self.function: Callable[[], Any] | None = None
+        self._others: dict[Tensor, Tensor | None] | None = None
+        """What else gets gradients, with those it had; None before the first step."""
+        self.call = Call((), {})
+        if isinstance(batch, Call):
+            self.call = batch
+        elif callable(batch) and not isinstance(batch, Tensor):
+            self.function = batch
+        elif isinstance(batch, Mapping):
+            self.call = Call((), dict(batch))
+        elif isinstance(batch, tuple | list):
+            self.call = Call(tuple(batch), {})
+        else:
+            self.call = Call((batch,), {})
+
+    def __call__(self) -> None:
+        loss = self.loss()
+        if self._others is None:
+            own = set(self.model.parameters())
+            self._others = {leaf: leaf.grad for leaf in _leaves_of(loss) if leaf not in own}
+            for leaf in self._others:
+                leaf.grad = None
+        loss.backward()
+
+    @contextmanager
+    def leaving_no_gradients(self) -> Iterator[None]:
+        """What is outside the model, as a head or the batch, ends with the gradients it had."""
+        try:
+            yield
+        finally:
+            for leaf, gradient in (self._others or {}).items():
+                leaf.grad = gradient
+            self._others = None
+
+    def loss(self) -> Tensor:
+        if self.function is not None:
+            return _loss_of(self.function())
+        return _loss_of(self.model(*self.call.args, **self.call.kwargs))
+
+    def tensors(self) -> list[Tensor]:
+        """What the batch consists of."""
+        leaves = tree_leaves((self.call.args, self.call.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def shapes(self) -> str:
+        """The batch in words, by which it is known again."""
+        if self.function is not None:
+            return "a function"
+        if not isinstance(self.batch, Call):
+            return str(tree_map(shape_of, self.batch))
+        args, kwargs = tree_map(shape_of, (self.call.args, self.call.kwargs))
+        by_position = args[0] if len(args) == 1 else args
+        return str(by_position if not kwargs else kwargs if not args else (*args, kwargs))
+
+
+def _leaves_of(loss: Tensor) -> list[Tensor]:
+    """The tensors that a backward gives gradients to."""
+    found: list[Tensor] = []
+    seen: set[Any] = set()
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found.append(variable)
+        stack += [following for following, _ in node.next_functions]
+    return found
+
+
+def shape_of(leaf: Any) -> Any:
+    """What one part of a batch, or of what a block is given, is: for people, and to compare."""
+    if isinstance(leaf, Tensor):
+        learns = " that learns" if leaf.requires_grad else ""
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{learns}"
+    return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf).__name__
+
+
+def _loss_of(out: Any) -> Tensor:
+    """The loss of what a model returned; if it returned none, the sum of all it did."""
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    leaves = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+    if not leaves:
+        raise ValueError("The step's result requires no gradient: there is nothing to train")
+    return torch.stack([leaf.float().sum() for leaf in leaves]).sum()
