@@ -171,10 +171,10 @@ def pages() -> dict[Path, str]:
     planned = json.loads((RESULTS / "budget-h200.json").read_text())
     in_graphs = json.loads((RESULTS / "compiled-h200.json").read_text())
     fourth = "scripts/bench budget --shape all"
-    fifth = "scripts/bench planning --shape all"
+    fifth = "scripts/bench planning"
     counted = [
         (json.loads(path.read_text()), command)
-        for name, command in (("h200", fifth), ("cpu", fifth.removesuffix(" --shape all")))
+        for name, command in (("h200", f"{fifth} --shape 8b --layers 8 32"), ("cpu", fifth))
         if (path := RESULTS / f"planning-{name}.json").exists()
     ]
     first, second = "scripts/bench overhead", "scripts/bench recompute --shape all"
