@@ -48,9 +48,9 @@ def test_layers_that_are_alike_are_measured_once(
     measured = []
     menu = rekindle.budget.profiling._menu
 
-    def counted(block: Any, *args: Any) -> Any:
-        measured.append(block)
-        return menu(block, *args)
+    def counted(run: Any, *args: Any) -> Any:
+        measured.append(run._block)
+        return menu(run, *args)
 
     monkeypatch.setattr(rekindle.budget.profiling, "_menu", counted)
     model, x = Stack(count, 16), torch.randn(8, 16, requires_grad=True)

@@ -157,6 +157,22 @@ def test_the_largest_result_that_moves_says_how_much_is_late() -> None:
     assert found.peak == 2 * 10 + 80 + 2 * 100 + 1000 + 2 * 40
 
 
+def test_what_a_block_is_handed_and_lets_go_is_gone_after_its_forward() -> None:
+    passing = replace(KEEP, input_let_go=20)
+    profile = profile_of(3, rest_peak=1000, passed=(0, 15, 30))
+    assert simulate(profile, [passing] * 3).peak == 3 * 100 - 15 - 20 + 1000
+    assert simulate(profile, [passing, KEEP, passing]).peak == 3 * 100 - 20 + 1000
+
+
+def test_what_was_handed_on_counts_again_in_the_backward_of_its_maker() -> None:
+    passing = replace(KEEP, input_let_go=20, backward_peak=0)
+    first = replace(passing, backward_peak=1000)
+    second = replace(passing, backward_peak=500)
+    profile = profile_of(3, passed=(0, 20, 20))
+    assert simulate(profile, [first, passing, passing]).peak == 100 + 1000
+    assert simulate(profile, [passing, second, passing]).peak == 100 + 80 + 500
+
+
 class Language(nn.Module):
     """An embedding, blocks, a head and a loss."""
 
@@ -220,6 +236,11 @@ def decoder() -> tuple[nn.Module, Any]:
     return Decoder(SHAPE, dtype=torch.float32), SHAPE.hidden_states(dtype=torch.float32)
 
 
+def narrow_decoder() -> tuple[nn.Module, Any]:
+    """Whose norms save a wider copy of what a block is given, so that it goes with the block."""
+    return Decoder(SHAPE, dtype=torch.bfloat16), SHAPE.hidden_states(dtype=torch.bfloat16)
+
+
 def half_frozen() -> tuple[nn.Module, Any]:
     """Blocks of one class and shape, of which half learn nothing."""
     model = Stack(4, 16)
@@ -257,6 +278,7 @@ CASES: dict[str, Case] = {
         stack,
         two_kinds,
         decoder,
+        narrow_decoder,
         half_frozen,
         frozen_between,
         large_embedding,
@@ -264,7 +286,9 @@ CASES: dict[str, Case] = {
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 _ROUGH = ("stack", "half_frozen")
-"""Taken for more than it is: what a frozen block holds, and the gradient that a sum begins with."""
+"""Taken for more than it is: the gradient that a sum begins with."""
+_LOSS = 4
+"""Bytes that are there in the backward, too, and count in the forward alone."""
 CLOSE = {name: case for name, case in CASES.items() if name not in _ROUGH}
 every_close_case = pytest.mark.parametrize("case", CLOSE.values(), ids=CLOSE)
 
@@ -300,7 +324,7 @@ def test_a_predicted_peak_is_within_5_percent_of_the_measured_one(case: Case) ->
 @every_case
 def test_a_measured_peak_is_never_above_the_predicted_one(case: Case) -> None:
     found = peaks(*case())
-    assert [p for p in found if p[2] > p[1]] == []
+    assert [p for p in found if p[2] > p[1] + _LOSS] == []
 
 
 def test_a_peak_in_the_head_and_the_loss_is_predicted_to_the_byte() -> None:
@@ -314,3 +338,61 @@ def test_a_plain_step_is_predicted_to_the_byte() -> None:
     profile = rekindle.profile(model, batch)
     plan = rekindle.solve(profile, "100%")
     assert try_out(model, batch, plan, profile)[0] == plan.plain_peak
+
+
+def test_a_plain_step_whose_blocks_let_go_of_what_they_are_given_is_predicted_to_the_byte() -> None:
+    model, batch = narrow_decoder()
+    profile = rekindle.profile(model, batch)
+    plan = rekindle.solve(profile, "100%")
+    one = batch.numel() * batch.element_size()
+    assert profile.passed == (0, one, one)
+    assert try_out(model, batch, plan, profile)[0] == plan.plain_peak + _LOSS
+
+
+class Collecting(nn.Module):
+    """A narrow decoder that somebody wants the results of every block of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = narrow_decoder()[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x]
+        for block in self.decoder.blocks:  # type: ignore[union-attr]
+            found.append(block(found[-1]))
+        return torch.stack([each.sum() for each in found]).sum()
+
+
+class Peeking(Collecting):
+    """The same, but for a detached view of one of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.decoder.blocks):  # type: ignore[arg-type]
+            x = block(x)
+            if i == 0:
+                seen = x.detach()[0]
+        return x.sum() + seen.sum()
+
+
+@pytest.mark.parametrize("kind", [Collecting, Peeking])
+def test_what_somebody_else_holds_is_not_passed_on(kind: type[Collecting]) -> None:
+    model, batch = kind(), narrow_decoder()[1]
+    profile = rekindle.profile(model, batch)
+    assert profile.passed == (0, 0, 0)
+    plan = rekindle.solve(profile, "100%")
+    assert try_out(model, batch, plan, profile)[0] <= plan.plain_peak
+
+
+def test_blocks_that_save_their_output_let_go_of_nothing() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)])
+    profile = rekindle.profile(model, torch.randn(64, 16))
+    assert profile.blocks[0].output_let_go == 0
+    assert profile.passed == (0, 0, 0)
+
+
+def test_blocks_that_learn_nothing_hand_on_what_they_make() -> None:
+    model, batch = half_frozen()
+    profile = rekindle.profile(model, batch)
+    frozen = profile.options(1)[0]
+    one = batch.numel() * batch.element_size()
+    assert (profile.passed[1], frozen.input_let_go) == (one, one)

@@ -151,6 +151,36 @@ def test_no_choice_within_the_budget_is_faster(seed: int, kinds: int, link: bool
         assert found.prediction.seconds <= fastest(choices, budget) * (1 + gap)
 
 
+def passing(profile: Profile, nbytes: int) -> Profile:
+    """The profile, as if all but the first block were handed so much, and some let go of it."""
+    draw = random.Random(0)
+    blocks = [
+        replace(
+            block,
+            options=tuple(replace(o, input_let_go=draw.choice([0, nbytes])) for o in block.options),
+        )
+        for block in profile.blocks
+    ]
+    passed = (0, *[nbytes] * (len(profile.order) - 1))
+    return replace(profile, blocks=tuple(blocks), passed=passed)
+
+
+@every_profile
+@of_one_kind_and_of_two
+def test_what_blocks_hand_on_and_let_go_leaves_room_for_faster_choices(
+    seed: int, kinds: int
+) -> None:
+    profile = passing(random_profile(seed, kinds=kinds, link=False), 5 * MIB)
+    choices = all_choices(profile)
+    for budget in budgets(choices):
+        found = chosen(profile, budget)
+        assert found.prediction.peak <= budget
+        assert found.prediction.seconds <= fastest(choices, budget) * (1 + LINK_GAP)
+    plain = [profile.options(i)[0] for i in range(len(profile.order))]
+    highest = simulate(profile, plain)
+    assert chosen(profile, highest.peak).prediction.seconds <= highest.seconds
+
+
 @every_scale
 @of_one_kind_and_of_two
 @pytest.mark.parametrize("seed", range(4))

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.budget.execute import what_of
 from rekindle.budget.graph import Graph, record
-from rekindle.budget.memory import metered
+from rekindle.budget.memory import bytes_of, metered
 from rekindle.budget.timing import RUNS, Clock
 from rekindle.budget.values import Option
 from rekindle.modules.application import apply, undo
@@ -26,6 +26,8 @@ class Lone:
         self._call = call
         self._device = device
         self._clock = clock
+        self.output_let_go = -1
+        """The least that it let go of its output, by the options so far; -1: none yet."""
 
     def graph(self) -> Graph:
         args, kwargs = self._inputs()
@@ -46,11 +48,13 @@ class Lone:
             if not self._clock.is_exact:
                 self._once()
             held, forward_peak, backward_peak = self._memory()
+            given, made = self._let_go()
             times = [self._once() for _ in range(1 if self._clock.is_exact else RUNS)]
         finally:
             undo(self._block)
         forward, backward, *host = (min(taken) for taken in zip(*times, strict=True))
         forward_host, backward_host = host
+        self.output_let_go = made if self.output_let_go < 0 else min(made, self.output_let_go)
         return replace(
             option,
             bytes_held=held,
@@ -60,6 +64,7 @@ class Lone:
             backward_peak=backward_peak,
             forward_host=forward_host,
             backward_host=backward_host,
+            input_let_go=given,
         )
 
     def _inputs(self) -> tuple[Any, Any]:
@@ -90,6 +95,26 @@ class Lone:
             end.backward()
             return held, forward_peak, meter.peak() - held
 
+    def _let_go(self) -> tuple[int, int]:
+        """Bytes of what it is given, and of what it makes of it, that its graph does not hold."""
+        args, kwargs = self._inputs()
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        with metered(self._device, inputs) as meter:
+            args, kwargs = tree_map(_copied, (args, kwargs))
+            out = self._block(*args, **kwargs)
+            with_inputs = meter.now()
+            del args, kwargs
+            given = with_inputs - meter.now()
+            outs, _ = _seeds(out, with_gradients=False)
+            if not outs:
+                given = bytes_of(inputs)
+            graph = [x.grad_fn for x in outs]
+            with_output = meter.now()
+            del out, outs
+            made = with_output - meter.now()
+            del graph
+        return given, made
+
     def _once(self) -> tuple[float, float, float, float]:
         """Seconds of a forward and a backward in the middle of a step; then those of the host."""
         args, kwargs = self._inputs()
@@ -106,6 +131,10 @@ class Lone:
         end = clock.mark()
         device = clock.seconds(begin, middle), clock.seconds(again, end)
         return *device, clock.host_seconds(begin, middle), clock.host_seconds(again, end)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def _seeds(out: Any, with_gradients: bool = True) -> tuple[list[Tensor], list[Tensor]]:

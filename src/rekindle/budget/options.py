@@ -83,7 +83,8 @@ def undominated(options: list[Option]) -> list[Option]:
         seconds = option.forward_seconds + option.backward_seconds
         host = option.forward_host + option.backward_host
         peaks = option.forward_peak, option.backward_peak
-        return option.bytes_held, option.bytes_moved, seconds, host, *peaks
+        least_held = option.bytes_held - option.input_let_go
+        return option.bytes_held, least_held, option.bytes_moved, seconds, host, *peaks
 
     return [
         option

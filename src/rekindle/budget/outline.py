@@ -1,5 +1,6 @@
 """A step with every block recomputed: what its blocks are given, and what is around them."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -7,13 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, UntypedStorage, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.budget.memory import Meter, metered
 from rekindle.budget.shapes import elements, input_shapes
 from rekindle.budget.step import Step
 from rekindle.budget.timing import Clock
+from rekindle.internals import storage_key
 from rekindle.modules.application import apply, undo
 from rekindle.replay import ambient
 
@@ -28,6 +30,7 @@ class Seen:
     around: dict[str, ambient.Ambient] = field(default_factory=dict)
     """What was around it, such as autocast."""
     between: list[int] = field(default_factory=list)
+    passed: list[int] = field(default_factory=list)
     before: int = 0
     rest_peak: int = 0
     first_peak: int = 0
@@ -51,6 +54,7 @@ def outline(
             step()
             end = clock.mark()
     seconds = clock.seconds(begin, end) if clock.is_exact else clock.timed(step)
+    watch.seen.passed = _passed(step, blocks)
     undo(step.model)
     return watch.seen, seconds
 
@@ -117,3 +121,65 @@ class _Watch:
     def _end(self, _grad: Tensor) -> None:
         self._has_ended = True
         self._meter.reset()
+
+
+def _passed(step: Step, blocks: dict[str, nn.Module]) -> list[int]:
+    """Bytes that each block is given by the one before, and that nobody else holds."""
+    passing = _Passing()
+    with ExitStack() as stack:
+        for block in blocks.values():
+            hook = block.register_forward_pre_hook(passing.before, with_kwargs=True)
+            stack.callback(hook.remove)
+            stack.callback(block.register_forward_hook(passing.after).remove)
+        loss = step.loss()
+        found = passing.ended()
+    loss.backward()  # DDP minds a forward without one
+    return found
+
+
+class _Passing:
+    """Notes what blocks hand on, in a forward that gives each of them copies.
+
+    A block holds the copies, if anything. So when the next block begins, what was handed on is gone
+    or somebody else's.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[int] = []
+        self._made: list[weakref.ref[UntypedStorage]] = []
+        """What the last block gave out."""
+        self._handed: list[tuple[weakref.ref[UntypedStorage], int]] | None = None
+        """What it was given by the one before, and how much that is; None before the first."""
+
+    def before(self, _block: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._settle()
+        made = {storage_key(storage) for weak in self._made if (storage := weak()) is not None}
+        handed: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
+
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            storage = leaf.untyped_storage()
+            if storage_key(storage) not in made:
+                return leaf
+            handed[storage_key(storage)] = weakref.ref(storage), storage.nbytes()
+            return leaf.clone()
+
+        given = tree_map(copied, (args, kwargs))
+        self._handed = list(handed.values())
+        return given
+
+    def after(self, _block: nn.Module, _args: Any, out: Any) -> None:
+        storages = [leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._made = [weakref.ref(storage) for storage in storages]
+
+    def _settle(self) -> None:
+        if self._handed is not None:
+            self._found.append(sum(nbytes for weak, nbytes in self._handed if weak() is None))
+
+    def ended(self) -> list[int]:
+        """What each block was handed; the last one as the one before it, if that is gone by now."""
+        self._settle()
+        if self._found:
+            self._found[-1] = min(self._found[-2:])
+        return self._found

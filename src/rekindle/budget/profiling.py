@@ -91,6 +91,7 @@ def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profi
             first_peak=seen.first_peak,
             last_peak=seen.last_peak,
             between=tuple(seen.between),
+            passed=_passed(seen.passed, [profiles[index] for _, index in order]),
             inputs=seen.inputs,
             unused=tuple(path for path in blocks if path not in seen.order),
         )
@@ -99,6 +100,12 @@ def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profi
             tell("all blocks together")
             found = told_together(model, found, partial(bench.clock.timed, step))
     return found
+
+
+def _passed(seen: list[int], blocks: list[BlockProfile]) -> tuple[int, ...]:
+    """What each block is handed that nobody holds, not even the block that made it."""
+    let_go = [0, *(block.output_let_go for block in blocks)]
+    return tuple(min(pair) for pair in zip(seen, let_go, strict=False))
 
 
 def _recomputed_seconds(profile: Profile) -> float:
@@ -123,17 +130,19 @@ def _profiles(
     for (signature, around), path in each(list(first.items()), "block"):
         block = blocks[path]
         if bench.known is not None:
-            options = _known_menu(bench.known, path, signature, around)
+            profiles.append(_known_block(bench.known, path, signature, around))
         else:
             with ambient.entered(seen.around[path]):
-                options = _menu(block, seen.calls[path], bench)
-        profiles.append(BlockProfile(type(block).__name__, signature, options, around))
+                run = Lone(block, seen.calls[path], bench.device, bench.clock)
+                options = _menu(run, bench)
+            kind, let_go = type(block).__name__, run.output_let_go
+            profiles.append(BlockProfile(kind, signature, options, around, let_go))
     known = {key: index for index, key in enumerate(first)}
     return profiles, [(path, known[keys[path]]) for path in seen.order]
 
 
-def _known_menu(known: Profile, path: str, signature: str, around: str) -> tuple[Option, ...]:
-    """The menu of a block that was measured before."""
+def _known_block(known: Profile, path: str, signature: str, around: str) -> BlockProfile:
+    """A block that was measured before."""
     found = [block for block in known.blocks if block.signature == signature]
     if len(found) > 1:  # what is around a block says, too, which devices there are
         found = [block for block in found if block.around == around]
@@ -143,7 +152,7 @@ def _known_menu(known: Profile, path: str, signature: str, around: str) -> tuple
             f"The block {path!r} is not among those that were measured on {known.device}:\n"
             f"  {signature}\nThose are:{measured}"
         )
-    return found[0].options
+    return replace(found[0], around=around)
 
 
 def _signature(block: nn.Module, call: tuple[Any, Any], traits: Traits) -> str:
@@ -153,11 +162,10 @@ def _signature(block: nn.Module, call: tuple[Any, Any], traits: Traits) -> str:
     return f"{type(block).__name__}({', '.join([*shapes, *settings])}) of {given}"
 
 
-def _menu(block: nn.Module, call: tuple[Any, Any], bench: Bench) -> tuple[Option, ...]:
+def _menu(run: Lone, bench: Bench) -> tuple[Option, ...]:
     """The options of a block, each measured, without those that another is better than."""
     from rekindle.budget.menu import keep_sets  # needs scipy  # noqa: PLC0415
 
-    run = Lone(block, call, bench.device, bench.clock)
     graph = run.graph()
     candidates = [Option("keep"), Option("recompute")]
     candidates += deriving(run.derivable(graph), graph)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-_VERSION = 3
+_VERSION = 4
 _Value = TypeVar("_Value")
 
 

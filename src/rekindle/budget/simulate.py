@@ -17,26 +17,41 @@ def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
     moves = [option.bytes_moved - stay for option, stay in zip(options, stays, strict=True)]
     late = lead if any(moves) else 0
     between = profile.between or (0,) * len(options)
+    gone = _gone(profile, options)
     course = _Course(profile.bytes_per_second)
     points = [profile.first_peak - profile.before_bytes]
     held = 0
-    for option, stay, moved, made in zip(options, stays, moves, between, strict=True):
-        held += made
+    for i, option in enumerate(options):
+        held += between[i]
         points.append(held + course.leaving + late + option.forward_peak)
-        held += option.bytes_held + stay
-        course.forward(option, moved)
+        held += option.bytes_held + stays[i] - gone[i]
+        course.forward(option, moves[i])
     points.append(held + course.leaving + late + profile.rest_peak)
     course.turn(profile.rest_seconds)
     ahead = _ahead(moves, lead)
     for i in range(len(options) - 1, -1, -1):
         option, stay = options[i], stays[i]
         points.append(held + option.backward_peak - stay + ahead[i])
-        held -= option.bytes_held + stay + between[i]
+        held -= option.bytes_held + stay + between[i] - gone[i]
         course.backward(option, moves[i])
     points.append(profile.last_peak - profile.before_bytes)
     highest = max(points)
     base = profile.static_bytes + profile.before_bytes
     return Prediction(base + highest, course.seconds, _told(profile, points.index(highest)))
+
+
+def _gone(profile: Profile, options: Sequence[Option]) -> Sequence[int]:
+    """Of what each block is given, bytes that are gone after its forward.
+
+    They are the output of the block before, which counts as held until then; and again in that
+    one's backward, whose peak is told from there.
+    """
+    if not profile.passed:
+        return (0,) * len(options)
+    return [
+        option.input_let_go if option.input_let_go < passed else passed
+        for passed, option in zip(profile.passed, options, strict=True)
+    ]
 
 
 def _told(profile: Profile, point: int) -> str:

@@ -8,6 +8,7 @@ says how far from the best its answer may be.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import exp
 from random import Random
 
 import numpy as np
@@ -94,6 +95,11 @@ def _solved(profile: Profile, budget: int, effort: dict[str, float]) -> Choice |
     return _choose_each(profile, budget, effort)
 
 
+def _held(option: Option, passed: int) -> float:
+    """What is left on the device by a block that was handed so much, in MiB."""
+    return (option.bytes_held - min(passed, option.input_let_go)) / _MIB
+
+
 def counts(profile: Profile) -> bool:
     """Whether blocks are alike, so that it is enough to count them."""
     return len(profile.blocks) == 1 and len({path for path, _ in profile.order}) == len(
@@ -150,33 +156,48 @@ def _badness(prediction: Prediction, budget: int) -> tuple[int, float]:
     return max(prediction.peak - budget, 0), prediction.seconds
 
 
-_LOOKS_SHAKING = 100_000
-"""Blocks that are looked at to shake a choice, about a quarter of a second."""
+_LOOKS_SHAKING = 250_000
+"""Blocks that are looked at to shake a choice, about half a second."""
 _SWAPS = 0.3
 """The share of tries that have two blocks of a kind swap their options."""
+_HEAT = 0.003
+"""How much worse a choice may become at first, as a share of its time or of the budget."""
 
 
 def shaken(profile: Profile, choice: Choice, budget: int) -> Choice:
-    """The choice, with two blocks at a time changed at random wherever that makes it better.
+    """The choice, or a better one that is found by changing two blocks at a time at random.
 
-    They get other options, or each other's. At random, but the same for the same question.
+    They get other options, or each other's. What makes things worse is taken too, if it is by
+    little, and by less and less: simulated annealing. At random, but the same for the same
+    question.
     """
     if len({path for path, _ in profile.order}) < len(profile.order):
         return choice  # a block that is called twice has one option
     dice = Random(0)
     count = len(profile.order)
     pairs = sum(len(profile.options(i)) for i in range(count)) ** 2
-    for _ in range(min(_LOOKS_SHAKING // count, pairs)):
+    tries = min(_LOOKS_SHAKING // count, 4 * pairs)
+    whole = choice.prediction.seconds or 1.0
+
+    def cost(found: Prediction) -> float:
+        return found.seconds / whole + max(found.peak - budget, 0) / budget
+
+    now, cost_now = choice.options, cost(choice.prediction)
+    for i in range(tries):
+        heat = _HEAT * (1 - i / tries) ** 2
         one, other = dice.randrange(count), dice.randrange(count)
-        options = list(choice.options)
+        options = list(now)
         if profile.order[one][1] == profile.order[other][1] and dice.random() < _SWAPS:
             options[one], options[other] = options[other], options[one]
         else:
             options[one] = dice.choice(profile.options(one))
             options[other] = dice.choice(profile.options(other))
         prediction = simulate(profile, options)
-        if _badness(prediction, budget) < _badness(choice.prediction, budget):
-            choice = Choice(tuple(options), prediction, choice.gap)
+        worse = cost(prediction) - cost_now
+        if worse <= 0 or dice.random() < exp(-worse / heat):
+            now, cost_now = tuple(options), cost_now + worse
+            if _badness(prediction, budget) < _badness(choice.prediction, budget):
+                choice = Choice(now, prediction, choice.gap)
     return choice
 
 
@@ -199,19 +220,25 @@ def _choose_counts(profile: Profile, budget: int, effort: dict[str, float]) -> C
     """
     menu = sorted(profile.blocks[0].options, key=_backward_peak, reverse=True)
     count, many = len(profile.order), len(menu)
-    room = _room(profile, budget)
-    # How many, whether any, then the largest move and two waits.
-    flying, out, into, columns = 2 * many, 2 * many + 1, 2 * many + 2, 2 * many + 3
+    room, passed = _room(profile, budget), min(profile.passed[1:], default=0)
+    # How many, whether any, which is first; then the largest move and two waits.
+    any_, first, flying = many, 2 * many, 3 * many
+    out, into, columns = flying + 1, flying + 2, flying + 3
     rows = _Rows()
     rows.add([(k, 1.0) for k in range(many)], count, count)
+    rows.add([(first + k, 1.0) for k in range(many)], 1, 1)
+    # What all are handed, as the others count it, is not handed to the first.
+    back = [(first + k, o.bytes_held / _MIB - _held(o, passed)) for k, o in enumerate(menu)]
     for k, option in enumerate(menu):
-        rows.add([(many + k, float(count)), (k, -1.0)], 0, np.inf)
-        held = [(i, menu[i].bytes_held / _MIB) for i in range(k + 1)]
-        peaks = option.backward_peak, option.forward_peak - option.bytes_held
+        rows.add([(any_ + k, float(count)), (k, -1.0)], 0, np.inf)
+        rows.add([(k, 1.0), (first + k, -1.0)], 0, np.inf)
+        rows.add([(any_ + k, 1.0), *((first + i, 1.0) for i in range(k + 1, many))], 0, 1)
+        held = [*((i, _held(menu[i], passed)) for i in range(k + 1)), *back]
+        peaks = option.backward_peak / _MIB, option.forward_peak / _MIB - _held(option, passed)
         for peak in peaks:
-            rows.add([*held, (many + k, peak / _MIB), (flying, 1.0)], -np.inf, room)
-        rows.add([(flying, 1.0), (many + k, -option.bytes_moved / _MIB)], 0, np.inf)
-    held = [(i, option.bytes_held / _MIB) for i, option in enumerate(menu)]
+            rows.add([*held, (any_ + k, peak), (flying, 1.0)], -np.inf, room)
+        rows.add([(flying, 1.0), (any_ + k, -option.bytes_moved / _MIB)], 0, np.inf)
+    held = [*((i, _held(option, passed)) for i, option in enumerate(menu)), *back]
     rows.add([*held, (flying, 1.0)], -np.inf, room - profile.rest_peak / _MIB)
     for wait, name in ((out, "forward_seconds"), (into, "backward_seconds")):
         spare = [
@@ -223,11 +250,11 @@ def _choose_counts(profile: Profile, budget: int, effort: dict[str, float]) -> C
     cost[:many] = [option.seconds + 1e-12 * option.bytes_held / _MIB for option in menu]
     cost[out] = cost[into] = 1.0
     cost *= _scale(menu)
-    limits = np.concatenate([np.full(many, count), np.ones(many), np.full(3, np.inf)])
+    limits = np.concatenate([np.full(many, count), np.ones(2 * many), np.full(3, np.inf)])
     result = milp(
         cost,
         constraints=LinearConstraint(rows.matrix(columns).tocsr(), rows.lower, rows.upper),
-        integrality=np.concatenate([np.ones(2 * many), np.zeros(3)]),
+        integrality=np.concatenate([np.ones(3 * many), np.zeros(3)]),
         bounds=Bounds(0, limits),
         options=effort,
     )
@@ -272,7 +299,8 @@ def _choose_each(profile: Profile, budget: int, effort: dict[str, float]) -> Cho
     for i, menu in enumerate(menus):
         rows.add([(column(i, k), 1.0) for k in range(len(menu))], 1, 1)
         before = [(held + i - 1, 1.0)] if i else []
-        sums = [(column(i, k), option.bytes_held / _MIB) for k, option in enumerate(menu)]
+        passed = profile.passed[i] if profile.passed else 0
+        sums = [(column(i, k), _held(option, passed)) for k, option in enumerate(menu)]
         rows.add([*before, *sums, (held + i, -1.0)], 0, 0)
         peaks = [(column(i, k), option.forward_peak / _MIB) for k, option in enumerate(menu)]
         rows.add([*before, *peaks, (flying, 1.0)], -np.inf, room)

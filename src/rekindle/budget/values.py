@@ -46,6 +46,8 @@ class Option:
     """Bytes of the largest result that is moved."""
     tier: TierName = "host"
     """Where results go that are moved: `host` memory or `disk`."""
+    input_let_go: int = 0
+    """Bytes of what it is given that it does not hold, once its forward is over."""
 
     @property
     def seconds(self) -> float:
@@ -112,6 +114,8 @@ class BlockProfile:
     options: tuple[Option, ...]
     around: str = ""
     """What tells them apart, too: what was around them, such as autocast."""
+    output_let_go: int = 0
+    """Bytes of its output that it does not hold itself, by any option."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,11 @@ class Profile:
     """The most that the backward has after the first block's, such as an embedding's gradient."""
     between: tuple[int, ...] = ()
     """What the forward has made since the block before, at each place; none if there is nothing."""
+    passed: tuple[int, ...] = ()
+    """Bytes that one block hands to the next and that nobody else holds, at each place.
+
+    They are gone after the next one's forward, if that does not hold them either.
+    """
     inputs: tuple[tuple[int, ...], ...] = ()
     """The shapes that the model itself was called with; none if the step called parts of it."""
     unused: tuple[str, ...] = ()
@@ -172,10 +181,17 @@ def _profile_of(values: dict[str, Any]) -> Profile:
     )
     order = tuple((path, index) for path, index in values.pop("order"))
     between = tuple(values.pop("between", ()))
+    passed = tuple(values.pop("passed", ()))
     inputs = tuple(tuple(shape) for shape in values.pop("inputs", ()))
     unused = tuple(values.pop("unused", ()))
     return Profile(
-        blocks=blocks, order=order, between=between, inputs=inputs, unused=unused, **values
+        blocks=blocks,
+        order=order,
+        between=between,
+        passed=passed,
+        inputs=inputs,
+        unused=unused,
+        **values,
     )
 
 
