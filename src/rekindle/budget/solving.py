@@ -161,7 +161,9 @@ _LOOKS_SHAKING = 250_000
 _SWAPS = 0.3
 """The share of tries that have two blocks of a kind swap their options."""
 _HEAT = 0.003
-"""How much worse a choice may become at first, as a share of its time or of the budget."""
+"""How much worse a choice may become at first, as a share of its time."""
+_TOO_MUCH = 3.0
+"""How much worse it makes a choice to be over the budget, by the share that it is over."""
 
 
 def shaken(profile: Profile, choice: Choice, budget: int) -> Choice:
@@ -180,7 +182,7 @@ def shaken(profile: Profile, choice: Choice, budget: int) -> Choice:
     whole = choice.prediction.seconds or 1.0
 
     def cost(found: Prediction) -> float:
-        return found.seconds / whole + max(found.peak - budget, 0) / budget
+        return found.seconds / whole + _TOO_MUCH * max(found.peak - budget, 0) / budget
 
     now, cost_now = choice.options, cost(choice.prediction)
     for i in range(tries):
