@@ -17,7 +17,7 @@ import rekindle
 from benchmarks.decoder import Decoder, Shape
 from rekindle.budget.fitting import try_out
 from rekindle.budget.planning import plan_by
-from rekindle.budget.simulate import simulate
+from rekindle.budget.simulate import _ahead, simulate
 from rekindle.budget.values import BlockProfile, Option, Profile
 from tests.toys import Block, Stack
 
@@ -131,30 +131,40 @@ def test_without_moves_no_link_is_needed() -> None:
 
 def test_what_has_not_left_yet_is_still_there() -> None:
     large = Option("keep", (), (), 100, 0, 1.0, 2.0, 300, 30)
+    moving = [MOVE] * 7  # of which the last two stay
+    held = 5 * 10 + 2 * 60
+    # At the last block's forward: what is held, its peak, and what is left to copy of five times
+    # 50, from 0.5 to 6.75 seconds and at 5; and room for two that are late.
+    slow = profile_of(8, bytes_per_second=40.0)
+    assert simulate(slow, [*moving, large]).peak == held + 300 + 70 + 2 * 50
+    assert simulate(profile_of(8), [*moving, large]).peak == held + 300 + 2 * 50
+
+
+def test_no_more_is_on_the_way_than_was_sent() -> None:
+    large = Option("keep", (), (), 100, 0, 1.0, 2.0, 300, 30)
     slow = profile_of(4, bytes_per_second=10.0)
-    # At the last block's forward: what is held, its peak, and what is left to copy of 50; and room
-    # for two that are late.
-    held = 10 + 60 + 60
-    assert simulate(slow, [MOVE, MOVE, MOVE, large]).peak == held + 300 + 45 + 2 * 50
-    assert simulate(profile_of(4), [MOVE, MOVE, MOVE, large]).peak == held + 300 + 2 * 50
+    assert simulate(slow, [MOVE, MOVE, MOVE, large]).peak == 10 + 60 + 60 + 300 + 50
 
 
-def test_what_comes_back_next_is_there_ahead_of_its_use() -> None:
+def test_what_comes_back_is_there_ahead_of_its_use_no_longer_than_the_link_needs() -> None:
     large = replace(DROP, backward_peak=1000)
-    found = simulate(profile_of(4), [MOVE, MOVE, MOVE, large])
-    assert found.peak == 10 + 60 + 60 + 10 + 1000 + 50
+    options = [MOVE, MOVE, MOVE, large]  # the first is wanted four seconds after the last
+    without = 10 + 60 + 60 + 10 + 1000
+    # As long as it takes, and as long again to spare: one second, then five.
+    assert simulate(profile_of(4), options).peak == without
+    assert simulate(profile_of(4, bytes_per_second=20.0), options).peak == without + 50
 
 
-def test_no_more_than_two_results_come_back_ahead() -> None:
-    large = replace(DROP, backward_peak=1000)
-    moves = [MOVE] * 6  # of which the last two stay
-    assert simulate(profile_of(7), [*moves, large]).peak == 4 * 10 + 2 * 60 + 10 + 1000 + 2 * 50
+def test_what_comes_back_comes_one_after_another() -> None:
+    # Wanted at 10, 8 and 6 with three seconds to spare, at three seconds each: from 4, 1 and -2 on.
+    spans = [(10.0, 12.0), (8.0, 10.0), (6.0, 8.0), (0.0, 3.0)]
+    assert _ahead([50, 50, 50, 0], spans, 50, 50 / 3) == [0, 50, 100, 100]
 
 
 def test_the_largest_result_that_moves_says_how_much_is_late() -> None:
     uneven = Option("select", (), (1, 2), 10, 50, 1.0, 2.0, 60, 70, largest_moved=40)
-    found = simulate(profile_of(4, rest_peak=1000), [uneven, uneven, KEEP, KEEP])
-    assert found.peak == 2 * 10 + 80 + 2 * 100 + 1000 + 2 * 40
+    found = simulate(profile_of(6, rest_peak=1000), [uneven] * 4 + [KEEP, KEEP])
+    assert found.peak == 4 * 10 + 80 + 2 * 100 + 1000 + 2 * 40
 
 
 def test_what_a_block_is_handed_and_lets_go_is_gone_after_its_forward() -> None:
@@ -343,10 +353,12 @@ def test_a_plain_step_is_predicted_to_the_byte() -> None:
 def test_a_plain_step_whose_blocks_let_go_of_what_they_are_given_is_predicted_to_the_byte() -> None:
     model, batch = narrow_decoder()
     profile = rekindle.profile(model, batch)
-    plan = rekindle.solve(profile, "100%")
     one = batch.numel() * batch.element_size()
     assert profile.passed == (0, one, one)
-    assert try_out(model, batch, plan, profile)[0] == plan.plain_peak + _LOSS
+    options = [next(o for o in profile.options(i) if o.fate == "keep") for i in range(3)]
+    prediction = simulate(profile, options)
+    plan = plan_by(profile, 0, options, prediction, 0.0)
+    assert try_out(model, batch, plan, profile)[0] == prediction.peak + _LOSS
 
 
 class Collecting(nn.Module):

@@ -14,6 +14,8 @@ from benchmarks.decoder import SHAPES, Decoder
 from rekindle.budget import profiling
 from rekindle.budget.execute import Numbered, what_of
 from rekindle.budget.link import bytes_per_second
+from rekindle.budget.planning import plan_by
+from rekindle.budget.simulate import simulate
 from rekindle.budget.values import BlockProfile, Option
 from rekindle.offload.context import engine_of
 from rekindle.selective.by_save import Saves
@@ -142,6 +144,30 @@ def test_an_option_is_carried_out_by_its_tier() -> None:
     saves = what_of(Option("derive", offloaded=(2,), tier="disk"))
     assert saves == Saves(frozenset(), frozenset({2}), "disk")
     assert repr(saves) == "<spill saves [2], keep the rest>"
+
+
+def test_what_leaves_is_seen_out_before_the_backward_of_a_last_block_that_moves_nothing(
+    decoder: Decoder, x: Tensor, profile: rekindle.Profile
+) -> None:
+    moving = next(o for o in profile.blocks[0].options if o.fate == "derive" and o.bytes_moved)
+    keep = next(o for o in profile.blocks[0].options if o.fate == "keep")
+    options = [moving] * 5 + [keep]
+    plan = plan_by(profile, 0, options, simulate(profile, options), 0.0)
+    rekindle.apply(decoder, plan)
+    lane = engine_of(_options(Fate.SPILL_AS_PLANNED))._lanes[x.device]
+    assert lane is not None, "the profile has used it"
+    found = []
+
+    def note(_grad: Tensor) -> None:
+        assert lane._step is not None, "something left"
+        found.append(lane._step.has_turned)
+
+    decoder.blocks[5].mlp.down.weight.register_hook(note)  # the first of the last block's backward
+    out = decoder(x)
+    assert lane._step is not None, "something left"
+    assert not lane._step.has_turned
+    out.sum().backward()
+    assert found == [True]
 
 
 def test_disk_is_given_back_when_the_plan_is_removed(

@@ -10,10 +10,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rekindle.budget.execute import what_of
 from rekindle.budget.graph import Graph, record
 from rekindle.budget.memory import bytes_of, metered
-from rekindle.budget.timing import RUNS, Clock
+from rekindle.budget.timing import Clock
 from rekindle.budget.values import Option
 from rekindle.modules.application import apply, undo
 from rekindle.selective.by_save import derivable
+
+_RUNS = 5
+"""How often a block is timed; the shortest counts. Hosts are less steady than devices."""
+_HEAD_START = 0.1
+"""Seconds that a device is kept busy at first, until it is known how long the host takes."""
 
 
 class Lone:
@@ -26,6 +31,7 @@ class Lone:
         self._call = call
         self._device = device
         self._clock = clock
+        self._head_start = _HEAD_START
         self.output_let_go = -1
         """The least that it let go of its output, by the options so far; -1: none yet."""
 
@@ -49,9 +55,10 @@ class Lone:
                 self._once()
             held, forward_peak, backward_peak = self._memory()
             given, made = self._let_go()
-            times = [self._once() for _ in range(1 if self._clock.is_exact else RUNS)]
+            times = [self._once() for _ in range(1 if self._clock.is_exact else _RUNS)]
         finally:
             undo(self._block)
+            self._head_start = _HEAD_START
         forward, backward, *host = (min(taken) for taken in zip(*times, strict=True))
         forward_host, backward_host = host
         self.output_let_go = made if self.output_let_go < 0 else min(made, self.output_let_go)
@@ -119,7 +126,7 @@ class Lone:
         """Seconds of a forward and a backward in the middle of a step; then those of the host."""
         args, kwargs = self._inputs()
         clock = self._clock
-        clock.keep_busy()
+        clock.keep_busy(self._head_start)
         begin = clock.mark()
         out = self._block(*args, **kwargs)
         middle = clock.mark()
@@ -130,7 +137,9 @@ class Lone:
             torch.autograd.backward(outs, grads)
         end = clock.mark()
         device = clock.seconds(begin, middle), clock.seconds(again, end)
-        return *device, clock.host_seconds(begin, middle), clock.host_seconds(again, end)
+        host = clock.host_seconds(begin, middle), clock.host_seconds(again, end)
+        self._head_start = min(_HEAD_START, 0.01 + 2 * sum(host))
+        return *device, *host
 
 
 def _copied(leaf: Any) -> Any:

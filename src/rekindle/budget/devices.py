@@ -150,7 +150,7 @@ class OpClock(TorchDispatchMode):
         self._now += round(seconds_of(self._device, func, args, kwargs, out) * _PARTS)
         return out
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, seconds: float) -> None:
         """It always is."""
 
     def mark(self) -> int:

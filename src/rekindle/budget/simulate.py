@@ -9,8 +9,8 @@ from rekindle.budget.values import Option, Prediction, Profile
 def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
     """What happens if each block runs by its option, in the order of the forward.
 
-    The offload engine lets two large results leave late, and has two come back early: its lead, as
-    `offload.choose.lead_of` has it, with the largest result for a large one.
+    The offload engine lets two large results leave late: its lead, as `offload.choose.lead_of` has
+    it, with the largest result for a large one. What comes back does so in time.
     """
     lead = 2 * max((option.largest_moved for option in options), default=0)
     stays = _stays(options, lead)
@@ -20,20 +20,21 @@ def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
     gone = _gone(profile, options)
     course = _Course(profile.bytes_per_second)
     points = [profile.first_peak - profile.before_bytes]
-    held = 0
+    held = sent = 0
     for i, option in enumerate(options):
         held += between[i]
-        points.append(held + course.leaving + late + option.forward_peak)
+        points.append(held + min(course.leaving + late, sent) + option.forward_peak)
         held += option.bytes_held + stays[i] - gone[i]
+        sent += moves[i]
         course.forward(option, moves[i])
-    points.append(held + course.leaving + late + profile.rest_peak)
+    points.append(held + min(course.leaving + late, sent) + profile.rest_peak)
     course.turn(profile.rest_seconds)
-    ahead = _ahead(moves, lead)
+    spans = [course.backward(options[i], moves[i]) for i in range(len(options) - 1, -1, -1)]
+    ahead = _ahead(moves, spans[::-1], lead // 2, profile.bytes_per_second) if sent else moves
     for i in range(len(options) - 1, -1, -1):
         option, stay = options[i], stays[i]
         points.append(held + option.backward_peak - stay + ahead[i])
         held -= option.bytes_held + stay + between[i] - gone[i]
-        course.backward(option, moves[i])
     points.append(profile.last_peak - profile.before_bytes)
     highest = max(points)
     base = profile.static_bytes + profile.before_bytes
@@ -81,12 +82,27 @@ def _stays(options: Sequence[Option], lead: int) -> list[int]:
     return stays
 
 
-def _ahead(moves: Sequence[int], lead: int) -> list[int]:
-    """What is there ahead of its use in each backward: what comes back next, up to `lead`."""
-    found, coming = [], 0
-    for moved in moves:
-        found.append(coming)
-        coming = min(coming + moved, lead)
+def _ahead(
+    moves: Sequence[int], spans: Sequence[tuple[float, float]], largest: int, rate: float
+) -> list[int]:
+    """What is there ahead of its use in each backward, by its end.
+
+    Things come back one after another, as late as the link allows, with the time of one result to
+    spare; each takes its memory as a whole.
+    """
+    begins, begin = [], float("inf")
+    for moved, (start, _) in zip(moves, spans, strict=True):
+        if moved:
+            begin = min(begin, start - largest / rate) - moved / rate
+        begins.append(begin)
+    found = []
+    for i, (_, end) in enumerate(spans):
+        ahead = 0
+        for j in range(i - 1, -1, -1):
+            if begins[j] >= end:
+                break
+            ahead += min(int((end - begins[j]) * rate) + largest, moves[j])
+        found.append(ahead)
     return found
 
 
@@ -123,13 +139,18 @@ class _Course:
         self.seconds = max(self.seconds + seconds, self.free_at + seconds / 2)
         self.free_at = self.room_at = self.seconds
 
-    def backward(self, option: Option, moved: int) -> None:
-        """A block's backward, for which something has to come back: the next one ahead of it."""
+    def backward(self, option: Option, moved: int) -> tuple[float, float]:
+        """A block's backward, for which something has to come back: the next one ahead of it.
+
+        Returns when it begins and ends.
+        """
         if moved:
             came = max(self.free_at, self.room_at) + moved / self.rate
             self.free_at, self.room_at = came, max(self.seconds, came)
             self.seconds = max(self.seconds, came)
+        start = self.seconds
         self._work(option.backward_seconds, option.backward_host)
+        return start, self.seconds
 
     def _work(self, seconds: float, host: float) -> None:
         """The device works behind the host.

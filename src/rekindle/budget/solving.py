@@ -73,6 +73,8 @@ def choose(profile: Profile, budget: int) -> Choice | None:
     found = [improved(profile, choice, budget, looks) for choice in starts]
     best = min(found, key=lambda choice: _badness(choice.prediction, budget))
     best = shaken(profile, best, budget)
+    if best.prediction.peak > budget:
+        best = shaken(profile, smallest(profile), budget)
     return best if best.prediction.peak <= budget else None
 
 

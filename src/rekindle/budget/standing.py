@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.attachment import attach, attached
 from rekindle.budget.agreement import has_others
@@ -23,6 +23,7 @@ from rekindle.internals import capturing, func_transform, top_hooks
 from rekindle.modules.caches import forbid_cache
 from rekindle.modules.forward import forward_of, put
 from rekindle.replay.switches import recomputing
+from rekindle.selective.tiers import begin_backward
 from rekindle.sizes import format_bytes, parse_bytes
 
 _log = logging.getLogger("rekindle")
@@ -182,10 +183,23 @@ def _alone(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
+def _see_out(_block: nn.Module, _args: Any, out: Any) -> None:
+    """After the last block: have what is leaving seen out when the backward comes back to it.
+
+    A last block that moves nothing itself would not: its backward would be on top of that.
+    """
+    if torch.compiler.is_compiling() or recomputing.get() or func_transform() is not None:
+        return
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(lambda _: begin_backward())
+
+
 def stand(plan: Plan, model: nn.Module) -> None:
     """Let a plan stand on a model that runs by it; `rekindle.remove` takes it off."""
     standing = Standing(plan, model)
     blocks = {model.get_submodule(path) for path, _, _ in plan.blocks}
+    last = model.get_submodule(plan.blocks[-1][0]) if plan.offloads else None
     for module in model.modules():
         handles = [forbid_cache(module)]
         if module is model and plan.inputs:
@@ -194,6 +208,8 @@ def stand(plan: Plan, model: nn.Module) -> None:
             handles.append(
                 module.register_forward_hook(standing.after, with_kwargs=True, always_call=True)
             )
+        if module is last:
+            handles.append(module.register_forward_hook(_see_out))
         found = [handle for handle in handles if handle is not None]
         if module is model:
             attach(module, standing, *found)

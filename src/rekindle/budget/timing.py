@@ -16,7 +16,7 @@ class Clock(Protocol):
     is_exact: bool
     """Whether the same work takes the same time, from the first run on."""
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, seconds: float) -> None:
         """Before a block is run alone: as if it were in the middle of a step."""
 
     def mark(self) -> Any:
@@ -45,10 +45,10 @@ class DeviceClock:
         self._device = device
         self._is_cuda = device.type == "cuda"
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, seconds: float) -> None:
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
-            torch.cuda._sleep(_HEAD_START)
+            torch.cuda._sleep(int(seconds * _CYCLES))
 
     def mark(self) -> tuple[float, Any]:
         host = time.perf_counter()
@@ -71,8 +71,8 @@ class DeviceClock:
         return timed(step, self._device)
 
 
-_HEAD_START = 200_000_000
-"""Cycles, about a tenth of a second."""
+_CYCLES = 2e9
+"""Of a device, about, in a second."""
 
 
 def now(device: torch.device) -> float:

@@ -80,12 +80,12 @@ def choose(
     turn = _turn(entries)
     if link is None or not link.out or turn is None:
         return Choice(moved, ceiling, fetch_ahead(sizes, order, moved))
-    link = Link(_MARGIN * link.out, _MARGIN * (link.back or link.out))
+    rate, link = link.out, Link(_MARGIN * link.out, _MARGIN * (link.back or link.out))
     if quota is None:
         moved, ceiling = _free(entries, able, order, turn, link)
     ceilings: tuple[int, ...] = ()
     if quota is not None and not hurries:
-        gone = _out_in_time(entries, able, float("inf"), link.out)
+        gone = _out_in_time(entries, able, float("inf"), rate)
         slack = lead_of(sizes)  # so that a copy that is a little late is not waited for
         ceilings = tuple(height + slack for height in _heights(entries, gone))
         ceiling = _ceiling(sizes, moved, max(ceilings, default=0))

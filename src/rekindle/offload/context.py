@@ -196,6 +196,11 @@ class Engine:
             if lane is not None:
                 lane.pause(failed)
 
+    def begin_backward(self) -> None:
+        for lane in list(self._lanes.values()):
+            if lane is not None:
+                lane.begin_backward()
+
     def trim(self) -> None:
         for lane in list(self._lanes.values()):
             if lane is not None:

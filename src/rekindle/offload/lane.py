@@ -119,6 +119,14 @@ class Lane:
             if self.tier.waits_on_device and step.choice is None:
                 self._release_all()
 
+    def begin_backward(self) -> None:
+        """The backward begins, and may ask for something of this lane only later."""
+        with self._lock, without_modes():
+            self._tidy()
+            step = self._step
+            if step is not None and step.sizes and not step.has_turned:
+                self._turn(step)
+
     def empty(self, steps: "set[Step]") -> None:
         """A backward has ended: let go of what was brought back and can be brought back again."""
         with self._lock:
@@ -269,12 +277,7 @@ class Lane:
     def _note_backward(self, step: Step, activation: Activation) -> None:
         """A backward uses a step: perhaps its first use, perhaps another backward than before."""
         if not step.has_turned:
-            self._send_loose(step)
-            if self.tier.waits_on_device:
-                self._release_all()
-            if step.is_measured:
-                step.set_memory_aside = self.tier.growth() != step.growth
-            step.turn(self._lessons.known)
+            self._turn(step)
         task = graph_task_id()
         if task == -1:
             return
@@ -285,6 +288,14 @@ class Lane:
         if step not in backward.steps:
             backward.steps.add(step)
             step.restart(activation.index)
+
+    def _turn(self, step: Step) -> None:
+        self._send_loose(step)
+        if self.tier.waits_on_device:
+            self._release_all()
+        if step.is_measured:
+            step.set_memory_aside = self.tier.growth() != step.growth
+        step.turn(self._lessons.known)
 
     def forget(self, task: int) -> None:
         """A backward has ended."""

@@ -44,6 +44,12 @@ def trim_planned() -> None:
         _engine(fate).trim()
 
 
+def begin_backward() -> None:
+    """The backward of a model that runs by a plan begins: what is leaving is seen out first."""
+    for fate in AS_PLANNED.values():
+        _engine(fate).begin_backward()
+
+
 def pause(fates: Iterable[Fate], failed: bool) -> None:
     """A region that used these fates ends."""
     for fate in fates:
