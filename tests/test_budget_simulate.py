@@ -248,7 +248,8 @@ def decoder() -> tuple[nn.Module, Any]:
 
 def narrow_decoder() -> tuple[nn.Module, Any]:
     """Whose norms save a wider copy of what a block is given, so that it goes with the block."""
-    return Decoder(SHAPE, dtype=torch.bfloat16), SHAPE.hidden_states(dtype=torch.bfloat16)
+    shape = replace(SHAPE, tokens=16)
+    return Decoder(shape, dtype=torch.bfloat16), shape.hidden_states(dtype=torch.bfloat16)
 
 
 def half_frozen() -> tuple[nn.Module, Any]:

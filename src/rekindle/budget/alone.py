@@ -15,8 +15,6 @@ from rekindle.budget.values import Option
 from rekindle.modules.application import apply, undo
 from rekindle.selective.by_save import derivable
 
-_RUNS = 5
-"""How often a block is timed; the shortest counts. Hosts are less steady than devices."""
 _HEAD_START = 0.1
 """Seconds that a device is kept busy at first, until it is known how long the host takes."""
 
@@ -55,7 +53,7 @@ class Lone:
                 self._once()
             held, forward_peak, backward_peak = self._memory()
             given, made = self._let_go()
-            times = [self._once() for _ in range(1 if self._clock.is_exact else _RUNS)]
+            times = [self._once() for _ in range(self._clock.runs)]
         finally:
             undo(self._block)
             self._head_start = _HEAD_START

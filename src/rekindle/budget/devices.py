@@ -131,6 +131,7 @@ class OpClock(TorchDispatchMode):
     """A clock that goes on by what each op that runs would take on a device."""
 
     is_exact = True
+    runs = 1
 
     def __init__(self, device: Device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
