@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import rekindle
 from rekindle.budget import solving
@@ -57,3 +58,23 @@ def test_layers_that_are_alike_are_measured_once(
     profile = rekindle.profile(model, x)
     assert measured == [model.blocks[0]]
     assert len(profile.order) == count
+
+
+class Densely(nn.Module):
+    """A block that takes sparse input too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.to_dense() if x.is_sparse else x).relu()
+        return out
+
+
+def test_a_sparse_input_has_no_storage_and_is_profiled_all_the_same() -> None:
+    model = nn.Sequential(Densely(), Densely(), Densely())
+    x = torch.randn(4, 8)
+    profile = rekindle.profile(model, x.to_sparse())
+    assert [path for path, _ in profile.order] == ["0", "1", "2"]
+    assert profile.static_bytes == rekindle.profile(model, x).static_bytes - x.nbytes

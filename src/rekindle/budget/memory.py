@@ -53,7 +53,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, not_counted: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._now = self._peak = 0
-        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in not_counted}
+        storages = map(storage_of, not_counted)
+        self._sizes = {storage._cdata: 0 for storage in storages if storage is not None}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -78,9 +79,8 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _count(self, tensor: Tensor) -> None:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse, or a subclass without a storage
+        storage = storage_of(tensor)
+        if storage is None:
             return
         address = storage._cdata
         if address in self._sizes:
@@ -105,7 +105,15 @@ def metered(device: torch.device, known: Iterable[Tensor] = ()) -> Iterator[Mete
             yield live
 
 
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Where a tensor's bytes are; None for one without, as a sparse one or some subclasses."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """The size of some tensors, each storage once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    storages = (storage for tensor in tensors if (storage := storage_of(tensor)) is not None)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rekindle.budget.memory import Meter, metered
+from rekindle.budget.memory import Meter, metered, storage_of
 from rekindle.budget.shapes import elements, input_shapes
 from rekindle.budget.step import Step
 from rekindle.budget.timing import Clock
@@ -157,10 +157,8 @@ class _Passing:
         handed: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
 
         def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            storage = leaf.untyped_storage()
-            if storage_key(storage) not in made:
+            storage = storage_of(leaf) if isinstance(leaf, Tensor) else None
+            if storage is None or storage_key(storage) not in made:
                 return leaf
             handed[storage_key(storage)] = weakref.ref(storage), storage.nbytes()
             return leaf.clone()
@@ -170,8 +168,8 @@ class _Passing:
         return given
 
     def after(self, _block: nn.Module, _args: Any, out: Any) -> None:
-        storages = [leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self._made = [weakref.ref(storage) for storage in storages]
+        storages = [storage_of(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._made = [weakref.ref(storage) for storage in storages if storage is not None]
 
     def _settle(self) -> None:
         if self._handed is not None:
