@@ -20,7 +20,7 @@ from rekindle.budget.values import Option, Prediction, Profile
 
 _MIB = 2**20
 _EXACTLY = {"time_limit": 2.0, "mip_rel_gap": 5e-4}
-_ROUGHLY = {"time_limit": 0.5, "mip_rel_gap": 2e-3}
+_ROUGHLY = {"time_limit": 1.5, "mip_rel_gap": 2e-3}
 """Where there is a link: there the answer is improved afterwards anyway."""
 
 
@@ -230,13 +230,15 @@ def _choose_counts(profile: Profile, budget: int, effort: dict[str, float]) -> C
     out, into, columns = flying + 1, flying + 2, flying + 3
     rows = _Rows()
     rows.add([(k, 1.0) for k in range(many)], count, count)
-    rows.add([(first + k, 1.0) for k in range(many)], 1, 1)
     # What all are handed, as the others count it, is not handed to the first.
     back = [(first + k, o.bytes_held / _MIB - _held(o, passed)) for k, o in enumerate(menu)]
+    if any(nbytes for _, nbytes in back):
+        rows.add([(first + k, 1.0) for k in range(many)], 1, 1)
+        for k in range(many):
+            rows.add([(k, 1.0), (first + k, -1.0)], 0, np.inf)
+            rows.add([(any_ + k, 1.0), *((first + i, 1.0) for i in range(k + 1, many))], 0, 1)
     for k, option in enumerate(menu):
         rows.add([(any_ + k, float(count)), (k, -1.0)], 0, np.inf)
-        rows.add([(k, 1.0), (first + k, -1.0)], 0, np.inf)
-        rows.add([(any_ + k, 1.0), *((first + i, 1.0) for i in range(k + 1, many))], 0, 1)
         held = [*((i, _held(menu[i], passed)) for i in range(k + 1)), *back]
         peaks = option.backward_peak / _MIB, option.forward_peak / _MIB - _held(option, passed)
         for peak in peaks:
