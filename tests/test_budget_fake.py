@@ -116,7 +116,7 @@ def same_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_times(profile: rekindle.Profile) -> list[Any]:
     """All there is of a profile but times, in pieces that are easily told apart."""
     return [
-        replace(profile, rest_seconds=0.0, blocks=()),
+        replace(profile, rest_seconds=0.0, planning_peak=None, blocks=()),
         *(replace(block, options=()) for block in profile.blocks),
         *(
             replace(option, forward_seconds=0.0, backward_seconds=0.0)

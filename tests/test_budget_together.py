@@ -1,12 +1,15 @@
 """What a whole step takes longer than its blocks did alone is added to options op by op."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import rekindle
 from rekindle.budget import profiling
-from rekindle.budget.together import told_together
+from rekindle.budget.simulate import simulate
+from rekindle.budget.together import SLACK, told_together
 from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.modules.forward import forward_of
 from tests.toys import Stack
@@ -14,7 +17,7 @@ from tests.toys import Stack
 pytest.importorskip("scipy")
 
 KEEP = Option("keep", bytes_held=100, forward_seconds=1.0, backward_seconds=2.0)
-DROP = Option("recompute", bytes_held=1, forward_seconds=1.0, backward_seconds=3.0)
+DROP = Option("recompute", (), (), 1, 0, 1.0, 3.0, backward_peak=100)
 MANY = Option("select", (0, 1), (), 50, 0, 1.0, 2.25)
 FEW = Option("select", (0,), (), 20, 0, 1.0, 2.5)
 AWAY = Option("select", (), (0,), 5, 15, 1.0, 2.5)
@@ -51,6 +54,29 @@ def test_the_step_runs_by_the_option_that_holds_least_and_moves_nothing() -> Non
     told_together(model, profile_of(), step)
     assert [forward.way.by_number.keys() for forward in seen] == [{0}] * 4  # type: ignore[union-attr]
     assert all(forward_of(block) is None for block in model.blocks)
+
+
+def test_the_step_peaks_no_higher_than_one_with_every_block_recomputed() -> None:
+    model, seen = Stack(4), []
+
+    def step() -> float:
+        seen.extend(forward_of(block) for block in model.blocks)
+        return 0.0
+
+    lean = replace(DROP, backward_peak=60)
+    profile = profile_of(BlockProfile("Block", "Block", (KEEP, lean, FEW)))
+    told_together(model, profile, step)
+    run = [lean if forward.way == "recompute" else FEW for forward in seen]
+    assert run == [lean, FEW, FEW, FEW]
+    limit = (1 + SLACK) * simulate(profile, [lean] * 4).peak
+    assert simulate(profile, run).peak <= limit < simulate(profile, [FEW] * 4).peak
+
+
+def test_too_few_blocks_to_tell_from_noise_are_not_run() -> None:
+    profile = profile_of(
+        BlockProfile("Block", "Block", (KEEP, replace(DROP, backward_peak=0), FEW))
+    )
+    assert told_together(Stack(4), profile, lambda: 100.0) == profile
 
 
 def test_a_step_that_does_not_fit_changes_nothing() -> None:

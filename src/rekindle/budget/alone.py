@@ -1,15 +1,20 @@
 """One block run alone, forward and backward: what it holds by an option, and how long it takes."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.budget.execute import what_of
 from rekindle.budget.graph import Graph, record
-from rekindle.budget.memory import bytes_of, metered
+from rekindle.budget.memory import bytes_of, metered, unmetered
+from rekindle.budget.outline import without_graph
 from rekindle.budget.timing import Clock
 from rekindle.budget.values import Option
 from rekindle.modules.application import apply, undo
@@ -53,7 +58,8 @@ class Lone:
                 self._once()
             held, forward_peak, backward_peak = self._memory()
             given, made = self._let_go()
-            times = [self._once() for _ in range(self._clock.runs)]
+            with unmetered():
+                times = [self._once() for _ in range(self._clock.runs)]
         finally:
             undo(self._block)
             self._head_start = _HEAD_START
@@ -73,15 +79,8 @@ class Lone:
         )
 
     def _inputs(self) -> tuple[Any, Any]:
-        """The block's inputs anew, without the graph behind them."""
-
-        def fresh(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return leaf.detach().requires_grad_(leaf.requires_grad)
-
-        args, kwargs = tree_map(fresh, self._call)
-        return args, kwargs
+        """The block's inputs anew, as leaves."""
+        return without_graph(self._call)
 
     def _memory(self) -> tuple[int, int, int]:
         args, kwargs = self._inputs()
@@ -91,13 +90,13 @@ class Lone:
         with metered(self._device, known) as meter:
             out = self._block(*args, **kwargs)
             held, forward_peak = meter.now(), meter.peak()
-            outs, _ = _seeds(out, with_gradients=False)
-            if not outs:  # nothing before it learns
+            rest = _rest_after(out)
+            del out
+            if rest is None:  # nothing before it learns
                 return held, forward_peak, 0
-            end = _End.apply(*outs)  # type: ignore[no-untyped-call]
-            del out, outs
             meter.reset()
-            end.backward()
+            rest.prepare()
+            rest.backward()
             return held, forward_peak, meter.peak() - held
 
     def _let_go(self) -> tuple[int, int]:
@@ -110,7 +109,7 @@ class Lone:
             with_inputs = meter.now()
             del args, kwargs
             given = with_inputs - meter.now()
-            outs, _ = _seeds(out, with_gradients=False)
+            outs = _learning(out)
             if not outs:
                 given = bytes_of(inputs)
             graph = [x.grad_fn for x in outs]
@@ -128,11 +127,13 @@ class Lone:
         begin = clock.mark()
         out = self._block(*args, **kwargs)
         middle = clock.mark()
-        outs, grads = _seeds(out)
+        rest = _rest_after(out)
         del out
+        if rest is not None:
+            rest.prepare()
         again = clock.mark()
-        if outs:
-            torch.autograd.backward(outs, grads)
+        if rest is not None:
+            rest.backward()
         end = clock.mark()
         device = clock.seconds(begin, middle), clock.seconds(again, end)
         host = clock.host_seconds(begin, middle), clock.host_seconds(again, end)
@@ -144,19 +145,58 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
-def _seeds(out: Any, with_gradients: bool = True) -> tuple[list[Tensor], list[Tensor]]:
-    outs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-    return outs, [torch.ones_like(t) for t in outs] if with_gradients else []
+def _learning(out: Any) -> list[Tensor]:
+    """The tensors of a block's output that gradients come back to."""
+    return [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+
+
+class _Rest:
+    """The rest of the step, for a block that is run alone: where its gradients come from.
+
+    It holds none of the block's output, so that this goes as soon as the block lets go of it.
+    """
+
+    def __init__(self, outs: list[Tensor]) -> None:
+        self._makers = [_ones_later(out) for out in outs]
+        self._gradients: list[Tensor] = []
+        self._end: Tensor = _End.apply(self, *outs)  # type: ignore[no-untyped-call]
+
+    def prepare(self) -> None:
+        """Make the gradients that the backward begins with."""
+        self._gradients = [make() for make in self._makers]
+        self._seed = torch.ones_like(self._end)
+
+    def backward(self) -> None:
+        self._end.backward(self._seed)
+
+    def take_gradients(self) -> list[Tensor]:
+        """The gradients, which are the block's from now on."""
+        taken, self._gradients = self._gradients, []
+        return taken
+
+
+def _rest_after(out: Any) -> _Rest | None:
+    """What follows a block that made this output; None if nothing in it learns."""
+    outs = _learning(out)
+    return _Rest(outs) if outs else None
 
 
 class _End(torch.autograd.Function):
-    """The end of a block that is run alone: its gradients are made when they are wanted."""
-
     @staticmethod
-    def forward(ctx: Any, *outs: Tensor) -> Tensor:
-        ctx.kinds = [(out.shape, out.dtype, out.device) for out in outs]
-        return outs[0].new_zeros(())
+    def forward(ctx: Any, rest: _Rest, *outs: Tensor) -> Tensor:
+        ctx.rest = ref(rest)
+        return torch.zeros((), device=outs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return tuple(torch.ones(shape, dtype=d, device=where) for shape, d, where in ctx.kinds)
+        return None, *ctx.rest().take_gradients()
+
+
+def _ones_later(out: Tensor) -> Callable[[], Tensor]:
+    """A function that makes a gradient for a tensor; it holds no plain tensor until then.
+
+    Of a subclass, such as a nested or a sharded tensor, the shape does not tell all.
+    """
+    if type(out) in (Tensor, FakeTensor):
+        return partial(torch.ones, out.shape, dtype=out.dtype, device=out.device)
+    return partial(torch.ones_like, out.detach())

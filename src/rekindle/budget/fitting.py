@@ -18,7 +18,7 @@ from rekindle.budget.shapes import elements
 from rekindle.budget.standing import Fitting, keep_fitted, plan_of
 from rekindle.budget.step import Call, Step
 from rekindle.budget.timing import timed
-from rekindle.budget.untouched import untouched
+from rekindle.budget.untouched import repeatable
 from rekindle.budget.values import Profile
 from rekindle.modules.application import apply, undo
 from rekindle.sizes import format_bytes
@@ -131,7 +131,7 @@ def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tupl
     """The peak and the time of a step under a plan; the model ends as it was, without the plan."""
     device = next(model.parameters()).device
     step = Step(model, batch)
-    with untouched(model), step.leaving_no_gradients():
+    with repeatable(step):
         apply(model, plan)
         for _ in range(_LEARNING if plan.offloads else 1):
             step()

@@ -13,7 +13,6 @@ from rekindle.budget.devices import Device
 from rekindle.budget.fake import has_no_memory
 from rekindle.budget.fitting import fitted
 from rekindle.budget.imagining import Like, imagine
-from rekindle.budget.memory import bytes_of
 from rekindle.budget.plan import Plan
 from rekindle.budget.planning import (
     budget_bytes,
@@ -260,10 +259,8 @@ def _fit(
 
 def _with_state(profile: Profile, model: nn.Module, batch: Any, optimizer: Any) -> Profile:
     """A profile that may have been measured without the optimizer, with its state counted."""
-    gradients = bytes_of([p.grad for p in model.parameters() if p.grad is not None])
     device = next(model.parameters()).device
-    tensors = Step(model, batch).tensors()
-    counted = static_bytes(model, optimizer, device, tensors, gradients)
+    counted = static_bytes(model, optimizer, device, Step(model, batch).tensors())
     return replace(profile, static_bytes=max(profile.static_bytes, counted))
 
 

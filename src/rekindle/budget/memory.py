@@ -1,31 +1,39 @@
-"""How much memory is in use on a device, now and at the peak: exact bytes, on a CPU too."""
+"""Bytes in use on a device, now and at their peak: from the allocator on CUDA, op by op elsewhere.
+
+One meter may cover a whole profile: meters inside it are then windows of it, and what is read is
+its highest point, the peak of profiling itself.
+"""
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from rekindle.internals import entered_modes
 
 
 class Meter(Protocol):
     """Bytes in use above what there was at the start."""
 
     def now(self) -> int:
-        """In use now."""
+        """Bytes in use now."""
 
     def peak(self) -> int:
-        """The most since the last `reset`."""
+        """The most bytes in use since the last `reset`."""
 
     def reset(self) -> None:
         """Begin a new peak."""
 
 
 class _CudaMeter:
-    """What torch's allocator says."""
+    """Reads torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -39,7 +47,26 @@ class _CudaMeter:
         return torch.cuda.max_memory_allocated(self._device) - self._start
 
     def reset(self) -> None:
+        whole = _whole.get()
+        if isinstance(whole, _WholeCudaMeter):
+            whole.note_peak()
         torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class _WholeCudaMeter(_CudaMeter):
+    """The same over a stretch in which other meters begin new peaks."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._highest = 0
+
+    def note_peak(self) -> None:
+        """The allocator's own peak is about to be reset."""
+        self._highest = max(self._highest, super().peak())
+
+    def peak(self) -> int:
+        self.note_peak()
+        return self._highest
 
 
 class LiveBytes(TorchDispatchMode):
@@ -53,8 +80,9 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, not_counted: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._now = self._peak = 0
-        storages = map(storage_of, not_counted)
-        self._sizes = {storage._cdata: 0 for storage in storages if storage is not None}
+        self.windows: list[_Window] = []
+        storages = (storage for tensor in not_counted for storage in storages_of(tensor))
+        self._sizes = {storage._cdata: 0 for storage in storages}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -79,41 +107,122 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _count(self, tensor: Tensor) -> None:
-        storage = storage_of(tensor)
-        if storage is None:
-            return
-        address = storage._cdata
-        if address in self._sizes:
-            return
-        self._sizes[address] = storage.nbytes()
-        self._now += storage.nbytes()
-        self._peak = max(self._peak, self._now)
-        weakref.finalize(storage, self._discount, address)
+        for storage in storages_of(tensor):
+            address = storage._cdata
+            if address in self._sizes:
+                continue
+            self._sizes[address] = storage.nbytes()
+            self._now += storage.nbytes()
+            self._peak = max(self._peak, self._now)
+            for window in self.windows:
+                window.highest = max(window.highest, self._now)
+            weakref.finalize(storage, self._discount, address)
 
     def _discount(self, address: int) -> None:
         self._now -= self._sizes.pop(address)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not look at what runs inside, so that looking does not cost it time.
+
+        Unless another mode was entered since: modes leave in their order.
+        """
+        entered = entered_modes()
+        if not entered or entered[-1] is not self:
+            yield
+            return
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
+class _Window:
+    """A meter over a part of what another one sees."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self._live = live
+        self._start = self.highest = live.now()
+
+    def now(self) -> int:
+        return self._live.now() - self._start
+
+    def peak(self) -> int:
+        return self.highest - self._start
+
+    def reset(self) -> None:
+        self.highest = self._live.now()
+
+
+_whole: "ContextVar[LiveBytes | _WholeCudaMeter | None]" = ContextVar("whole", default=None)
+"""The meter that covers all that is metered now."""
+
+
+@contextmanager
+def metered_as_a_whole(device: torch.device, known: Iterable[Tensor] = ()) -> Iterator[Meter]:
+    """Measure all that runs inside, and let `metered` measure parts of it."""
+    whole = _WholeCudaMeter(device) if device.type == "cuda" else LiveBytes(known)
+    token = _whole.set(whole)
+    try:
+        if isinstance(whole, LiveBytes):
+            with whole:
+                yield whole
+        else:
+            yield whole
+    finally:
+        _whole.reset(token)
+
 
 @contextmanager
 def metered(device: torch.device, known: Iterable[Tensor] = ()) -> Iterator[Meter]:
-    """Measure what runs inside; tensors that are known are there before."""
+    """Measure what runs inside; `known` are tensors that are there before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         yield _CudaMeter(device)
-    else:
+        return
+    whole = _whole.get()
+    if not isinstance(whole, LiveBytes):
         with LiveBytes(known) as live:
             yield live
-
-
-def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Where a tensor's bytes are; None for one without, as a sparse one or some subclasses."""
+        return
+    window = _Window(whole)
+    whole.windows.append(window)
     try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
+        yield window
+    finally:
+        whole.windows.remove(window)
+
+
+@contextmanager
+def unmetered() -> Iterator[None]:
+    """Time what runs inside: no meter of ours looks at its ops."""
+    whole = _whole.get()
+    if isinstance(whole, LiveBytes):
+        with whole.paused():
+            yield
+    else:
+        yield
+
+
+_has_parts: Callable[[Tensor], bool] = is_traceable_wrapper_subclass
+
+
+def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """The storages behind a tensor; those of its parts for a subclass that is made of others.
+
+    None for a tensor without storage, such as a sparse one.
+    """
+    if _has_parts(tensor) and not isinstance(tensor, FakeTensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = (getattr(tensor, name) for name in names)
+        return [s for part in parts if isinstance(part, Tensor) for s in storages_of(part)]
+    with suppress(NotImplementedError, RuntimeError):
+        return [tensor.untyped_storage()]
+    return []
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """The size of some tensors, each storage once."""
-    storages = (storage for tensor in tensors if (storage := storage_of(tensor)) is not None)
+    """The size of some tensors on this rank, each storage once."""
+    storages = (storage for tensor in tensors for storage in storages_of(tensor))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -1,7 +1,14 @@
-"""A step with every block recomputed: what its blocks are given, and what is around them."""
+"""A step with every block recomputed: what its blocks are given, and what is around them.
+
+Note [What profiling may hold]. Whoever asks for a budget has no room, so profiling peaks no higher
+than a step with every block recomputed, but for `together.SLACK` of what activations take in it. So
+that step is measured while nothing else is held; the blocks' inputs are gathered in another
+forward, one call for each distinct block, without the graphs behind them; a block that is run alone
+has the step's memory to itself; and gradients are let go of as they come.
+"""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,13 +18,20 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rekindle.budget.memory import Meter, metered, storage_of
+from rekindle.budget.agreement import has_others
+from rekindle.budget.memory import Meter, metered, storages_of, unmetered
 from rekindle.budget.shapes import elements, input_shapes
 from rekindle.budget.step import Step
 from rekindle.budget.timing import Clock
+from rekindle.errors import RekindleError
 from rekindle.internals import storage_key
 from rekindle.modules.application import apply, undo
 from rekindle.replay import ambient
+
+Call = tuple[Any, Any]
+"""Positional and keyword arguments."""
+KeyOf = Callable[[str, Call, ambient.Ambient], Hashable]
+"""Tells a block's calls apart, by its path, its arguments and what is around it."""
 
 
 @dataclass
@@ -25,24 +39,29 @@ class Seen:
     """What one step showed of its blocks."""
 
     order: list[str] = field(default_factory=list)
-    calls: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """What each block was given, the first time."""
-    around: dict[str, ambient.Ambient] = field(default_factory=dict)
-    """What was around it, such as autocast."""
     between: list[int] = field(default_factory=list)
-    passed: list[int] = field(default_factory=list)
     before: int = 0
     rest_peak: int = 0
     first_peak: int = 0
     last_peak: int = 0
+    peak: int = 0
+    """The most that the whole step had, above what is there all the time."""
+    seconds: float = 0.0
     inputs: tuple[tuple[int, ...], ...] = ()
     """The shapes that the model was called with; the largest, of several calls."""
+    passed: list[int] = field(default_factory=list)
+    keys: dict[str, Hashable] = field(default_factory=dict)
+    """The key of each block's first call."""
+    calls: dict[Hashable, Call] = field(default_factory=dict)
+    """Arguments of the first call with each key, without the graphs behind them."""
+    around: dict[Hashable, ambient.Ambient] = field(default_factory=dict)
+    """The ambient state of that call, such as autocast."""
 
 
 def outline(
-    step: Step, blocks: dict[str, nn.Module], device: torch.device, clock: Clock
-) -> tuple[Seen, float]:
-    """A step with every block recomputed: what its blocks are given, and what is around them."""
+    step: Step, blocks: dict[str, nn.Module], device: torch.device, clock: Clock, key_of: KeyOf
+) -> Seen:
+    """Run a step with every block recomputed, and see what its blocks are given and hold."""
     apply(step.model, dict.fromkeys(blocks, "recompute"))
     known = [*step.model.parameters(), *step.model.buffers()]
     known += [p.grad for p in step.model.parameters() if p.grad is not None]
@@ -53,14 +72,22 @@ def outline(
             begin = clock.mark()
             step()
             end = clock.mark()
-    seconds = clock.seconds(begin, end) if clock.is_exact else clock.timed(step)
-    watch.seen.passed = _passed(step, blocks)
+    seen = watch.seen
+    if clock.is_exact:
+        seen.seconds = clock.seconds(begin, end)
+    else:
+        with unmetered():
+            seen.seconds = clock.timed(step)
+    _gather_calls(step, blocks, key_of, seen)
     undo(step.model)
-    return watch.seen, seconds
+    return seen
 
 
 class _Watch:
-    """Notes, while a step runs, how its blocks are called and what memory is around them."""
+    """Notes, while a step runs, the order of its blocks and the memory around them.
+
+    Hooks of the step's graph hold it, so it holds no tensor.
+    """
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module], meter: Meter) -> None:
         self.seen = Seen()
@@ -68,7 +95,7 @@ class _Watch:
         self._blocks = blocks
         self._meter = meter
         self._after_block = 0
-        self._has_turned = self._has_ended = False
+        self._backward_started = self._has_ended = False
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -84,15 +111,23 @@ class _Watch:
                 for hook in hooks:
                     stack.callback(hook.remove)
             yield
+        self._note_peak()
         if self._has_ended:
             self.seen.last_peak = self._meter.peak()
+
+    def _note_peak(self) -> None:
+        self.seen.peak = max(self.seen.peak, self._meter.peak())
+
+    def _begin_new_peak(self) -> None:
+        self._note_peak()
+        self._meter.reset()
 
     def _called(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
         self.seen.inputs = max(self.seen.inputs, input_shapes(args, kwargs), key=elements)
 
     def _before(self, path: str, _block: nn.Module, args: Any, kwargs: Any) -> None:
         seen, meter = self.seen, self._meter
-        if self._has_turned:
+        if self._backward_started:
             return
         if seen.order:
             seen.between.append(max(meter.now() - self._after_block, 0))
@@ -103,81 +138,123 @@ class _Watch:
                 if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
                     leaf.register_hook(self._end)
         seen.order.append(path)
-        seen.calls.setdefault(path, (args, kwargs))
-        seen.around.setdefault(path, ambient.take())
 
     def _after(self, _block: nn.Module, _args: Any, out: Any) -> None:
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._turn)
         self._after_block = self._meter.now()
-        self._meter.reset()
+        self._begin_new_peak()
 
     def _turn(self, _grad: Tensor) -> None:
-        if not self._has_turned:
-            self._has_turned = True
+        if not self._backward_started:
+            self._backward_started = True
             self.seen.rest_peak = self._meter.peak() - self._after_block
 
     def _end(self, _grad: Tensor) -> None:
         self._has_ended = True
-        self._meter.reset()
+        self._begin_new_peak()
 
 
-def _passed(step: Step, blocks: dict[str, nn.Module]) -> list[int]:
-    """Bytes that each block is given by the one before, and that nobody else holds."""
-    passing = _Passing()
+def _gather_calls(step: Step, blocks: dict[str, nn.Module], key_of: KeyOf, seen: Seen) -> None:
+    """Gather the calls of distinct blocks, and the bytes that blocks hand on."""
+    gathering = _Gathering(key_of)
     with ExitStack() as stack:
-        for block in blocks.values():
-            hook = block.register_forward_pre_hook(passing.before, with_kwargs=True)
+        for path, block in blocks.items():
+            before = partial(gathering.before, path)
+            hook = block.register_forward_pre_hook(before, with_kwargs=True)
             stack.callback(hook.remove)
-            stack.callback(block.register_forward_hook(passing.after).remove)
+            stack.callback(block.register_forward_hook(gathering.after).remove)
         loss = step.loss()
-        found = passing.ended()
-    loss.backward()  # DDP minds a forward without one
-    return found
+        gathering.ended()
+    if has_others():
+        loss.backward()  # DDP minds a forward without one
+    if gathering.order != seen.order:
+        raise RekindleError(
+            "The step ran other blocks when it was run again: "
+            f"{_first_difference(seen.order, gathering.order)}. A plan needs a step that repeats "
+            "itself from the same random state of torch, Python and numpy."
+        )
+    seen.passed, seen.keys = gathering.passed, gathering.keys
+    seen.calls, seen.around = gathering.calls, gathering.around
 
 
-class _Passing:
-    """Notes what blocks hand on, in a forward that gives each of them copies.
+def _first_difference(first: list[str], second: list[str]) -> str:
+    for i in range(max(len(first), len(second))):
+        one, other = (order[i] if i < len(order) else None for order in (first, second))
+        if one != other:
+            told = [repr(path) if path is not None else "none" for path in (one, other)]
+            return f"as number {i + 1} it ran {told[0]}, then {told[1]}"
+    raise AssertionError("they differ")
+
+
+class _Gathering:
+    """Gathers calls in a forward that gives each block copies of what it is handed.
 
     A block holds the copies, if anything. So when the next block begins, what was handed on is gone
     or somebody else's.
     """
 
-    def __init__(self) -> None:
-        self._found: list[int] = []
+    def __init__(self, key_of: KeyOf) -> None:
+        self.order: list[str] = []
+        self.keys: dict[str, Hashable] = {}
+        self.calls: dict[Hashable, Call] = {}
+        self.around: dict[Hashable, ambient.Ambient] = {}
+        self.passed: list[int] = []
+        """Bytes that each block is given by the one before, and that nobody else holds."""
+        self._key_of = key_of
         self._made: list[weakref.ref[UntypedStorage]] = []
-        """What the last block gave out."""
+        """The storages that the last block gave out."""
         self._handed: list[tuple[weakref.ref[UntypedStorage], int]] | None = None
-        """What it was given by the one before, and how much that is; None before the first."""
+        """Storages that it was given by the one before, with their bytes; None before the first."""
 
-    def before(self, _block: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before(self, path: str, _block: nn.Module, args: Any, kwargs: Any) -> Any:
         self._settle()
+        self.order.append(path)
         made = {storage_key(storage) for weak in self._made if (storage := weak()) is not None}
         handed: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
 
         def copied(leaf: Any) -> Any:
-            storage = storage_of(leaf) if isinstance(leaf, Tensor) else None
-            if storage is None or storage_key(storage) not in made:
+            storages = storages_of(leaf) if isinstance(leaf, Tensor) else []
+            ours = [storage for storage in storages if storage_key(storage) in made]
+            if not ours:
                 return leaf
-            handed[storage_key(storage)] = weakref.ref(storage), storage.nbytes()
+            for storage in ours:
+                handed[storage_key(storage)] = weakref.ref(storage), storage.nbytes()
             return leaf.clone()
 
-        given = tree_map(copied, (args, kwargs))
+        given: Call = tree_map(copied, (args, kwargs))
         self._handed = list(handed.values())
+        if path not in self.keys:
+            around = ambient.take()
+            key = self.keys[path] = self._key_of(path, given, around)
+            if key not in self.calls:
+                self.calls[key] = without_graph(given)
+                self.around[key] = around
         return given
 
     def after(self, _block: nn.Module, _args: Any, out: Any) -> None:
-        storages = [storage_of(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self._made = [weakref.ref(storage) for storage in storages if storage is not None]
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._made = [weakref.ref(storage) for leaf in made for storage in storages_of(leaf)]
 
     def _settle(self) -> None:
         if self._handed is not None:
-            self._found.append(sum(nbytes for weak, nbytes in self._handed if weak() is None))
+            self.passed.append(sum(nbytes for weak, nbytes in self._handed if weak() is None))
 
-    def ended(self) -> list[int]:
-        """What each block was handed; the last one as the one before it, if that is gone by now."""
+    def ended(self) -> None:
+        """The forward is over; the last block counts as the one before it, if that is gone."""
         self._settle()
-        if self._found:
-            self._found[-1] = min(self._found[-2:])
-        return self._found
+        if self.passed:
+            self.passed[-1] = min(self.passed[-2:])
+
+
+def without_graph(call: Call) -> Call:
+    """The same arguments, as leaves: they share the memory and hold no graph."""
+
+    def alone(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().requires_grad_(leaf.requires_grad)
+
+    alone_again: Call = tree_map(alone, call)
+    return alone_again

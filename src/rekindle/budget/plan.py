@@ -44,7 +44,9 @@ class Plan:
     inputs: tuple[tuple[int, ...], ...] = ()
     """The shapes that the model is called with, if they are known."""
     unused: tuple[str, ...] = ()
-    """Blocks that the step did not run: they stay as they are."""
+    """Blocks that the step did not run: should another one run them, they are recomputed."""
+    planning_peak: int | None = None
+    """Bytes that planning itself peaked at; the step that tries the plan out is `measured_peak`."""
 
     def fates(self, model: nn.Module) -> Mapping[str, str | Policy | Saves]:
         """What each block of a model is given; an error if the plan is for another one."""
@@ -61,7 +63,10 @@ class Plan:
         unplanned = [path for path in blocks_of(model) if path not in planned]
         if unplanned and planned & set(blocks_of(model)):
             raise ValueError(f"The model has a block that the plan has not: {unplanned[0]!r}")
-        return {path: what_of(option) for path, _, option in self.blocks}
+        rest = dict.fromkeys((path for path in self.unused if path in modules), "recompute")
+        does_anything = any(option.fate != "keep" for _, _, option in self.blocks)
+        planned_fates = {path: what_of(option) for path, _, option in self.blocks}
+        return {**rest, **planned_fates} if does_anything else planned_fates
 
     def stand_on(self, model: nn.Module) -> None:
         """See to it that a model that runs by the plan says so when it is called with more."""

@@ -63,6 +63,7 @@ def plan_by(
         ),
         inputs=profile.inputs,
         unused=profile.unused,
+        planning_peak=profile.planning_peak,
     )
 
 

@@ -7,28 +7,27 @@ every option that is worth having: bytes and times are those of the real thing.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_map
+from torch import Tensor, nn
 
 from rekindle.budget.agreement import agreed
 from rekindle.budget.alone import Lone
 from rekindle.budget.graph import Graph
 from rekindle.budget.link import bytes_per_second
-from rekindle.budget.memory import bytes_of
+from rekindle.budget.memory import metered_as_a_whole
 from rekindle.budget.names import named
 from rekindle.budget.options import deriving, offloading, undominated
 from rekindle.budget.outline import Seen, outline
 from rekindle.budget.progress import each, tell
 from rekindle.budget.simulate import simulate
 from rekindle.budget.static import static_bytes
-from rekindle.budget.step import Step, shape_of
+from rekindle.budget.step import Step, shape_of, shapes_of
 from rekindle.budget.timing import Clock, DeviceClock
 from rekindle.budget.together import told_together
 from rekindle.budget.traits import Traits, traits_of
-from rekindle.budget.untouched import untouched
+from rekindle.budget.untouched import repeatable
 from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.modules.blocks import blocks_of
 from rekindle.offload.options import TierName
@@ -69,11 +68,11 @@ def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profi
     device = bench.device
     step = Step(model, batch)
     blocks = blocks_of(model)
-    before = bytes_of([p.grad for p in model.parameters() if p.grad is not None])
-    with untouched(model), step.leaving_no_gradients():
-        static = static_bytes(model, optimizer, device, step.tensors(), before)
+    _refuse_scripts(blocks)
+    static = static_bytes(model, optimizer, device, step.tensors())
+    with repeatable(step), metered_as_a_whole(device, _known(step)) as whole:
         tell("outline")
-        seen, seconds = outline(step, blocks, device, bench.clock)
+        seen = outline(step, blocks, device, bench.clock, partial(_key, blocks, traits_of(blocks)))
         if not seen.order:
             raise ValueError("The step ran none of the model's blocks: does it call the model?")
         profiles, order = _profiles(blocks, seen, bench)
@@ -94,12 +93,32 @@ def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profi
             passed=_passed(seen.passed, [profiles[index] for _, index in order]),
             inputs=seen.inputs,
             unused=tuple(path for path in blocks if path not in seen.order),
+            recompute_peak=static + seen.peak,
         )
-        found = replace(found, rest_seconds=max(seconds - _recomputed_seconds(found), 0.0))
+        found = replace(found, rest_seconds=max(seen.seconds - _recomputed_seconds(found), 0.0))
         if bench.shows_more_together:
             tell("all blocks together")
             found = told_together(model, found, partial(bench.clock.timed, step))
+        if not bench.clock.is_exact:  # else nothing was allocated
+            found = replace(found, planning_peak=static + whole.peak())
     return found
+
+
+def _refuse_scripts(blocks: dict[str, nn.Module]) -> None:
+    """TorchScript runs a module differently from call to call, and takes no hooks."""
+    for path, block in blocks.items():
+        if isinstance(block, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{path or type(block).__name__} is scripted: TorchScript changes what a module "
+                "saves from one call to the next, so there is no plan for it. Plan and train the "
+                "model as it is before it is scripted."
+            )
+
+
+def _known(step: Step) -> list[Tensor]:
+    """What is on the device before a step: the model, its gradients, the batch."""
+    known: list[Tensor] = [*step.model.parameters(), *step.model.buffers(), *step.tensors()]
+    return known + [p.grad for p in step.model.parameters() if p.grad is not None]
 
 
 def _passed(seen: list[int], blocks: list[BlockProfile]) -> tuple[int, ...]:
@@ -118,27 +137,33 @@ def _recomputed_seconds(profile: Profile) -> float:
 def _profiles(
     blocks: dict[str, nn.Module], seen: Seen, bench: Bench
 ) -> tuple[list[BlockProfile], list[tuple[str, int]]]:
-    traits = traits_of(blocks)
-    keys = {
-        path: (_signature(blocks[path], seen.calls[path], traits[path]), str(seen.around[path]))
-        for path in seen.order
-    }
-    first: dict[tuple[str, str], str] = {}
-    for path, key in keys.items():
-        first.setdefault(key, path)
+    first = {key: path for path, key in reversed(seen.keys.items())}
     profiles = []
-    for (signature, around), path in each(list(first.items()), "block"):
+    for key in each(list(seen.calls), "block"):
+        path, (signature, around) = first[key], cast("tuple[str, str]", key)
         block = blocks[path]
+        call = seen.calls.pop(key)
         if bench.known is not None:
             profiles.append(_known_block(bench.known, path, signature, around))
         else:
-            with ambient.entered(seen.around[path]):
-                run = Lone(block, seen.calls[path], bench.device, bench.clock)
+            with ambient.entered(seen.around[key]):
+                run = Lone(block, call, bench.device, bench.clock)
                 options = _menu(run, bench)
             kind, let_go = type(block).__name__, run.output_let_go
             profiles.append(BlockProfile(kind, signature, options, around, let_go))
-    known = {key: index for index, key in enumerate(first)}
-    return profiles, [(path, known[keys[path]]) for path in seen.order]
+    index = {key: i for i, key in enumerate(seen.around)}
+    return profiles, [(path, index[seen.keys[path]]) for path in seen.order]
+
+
+def _key(
+    blocks: dict[str, nn.Module],
+    traits: dict[str, Traits],
+    path: str,
+    call: tuple[Any, Any],
+    around: ambient.Ambient,
+) -> tuple[str, str]:
+    """A block's signature and its ambient state: blocks with equal keys are one to the planner."""
+    return _signature(blocks[path], call, traits[path]), str(around)
 
 
 def _known_block(known: Profile, path: str, signature: str, around: str) -> BlockProfile:
@@ -158,8 +183,7 @@ def _known_block(known: Profile, path: str, signature: str, around: str) -> Bloc
 def _signature(block: nn.Module, call: tuple[Any, Any], traits: Traits) -> str:
     shapes = [f"{name} {shape_of(p)}" for name, p in block.named_parameters()]
     settings = [f"{path}.{name}={value!r}".lstrip(".") for (path, name), value in traits.items()]
-    given = tree_map(shape_of, call)
-    return f"{type(block).__name__}({', '.join([*shapes, *settings])}) of {given}"
+    return f"{type(block).__name__}({', '.join([*shapes, *settings])}) of {shapes_of(call)}"
 
 
 def _menu(run: Lone, bench: Bench) -> tuple[Option, ...]:

@@ -19,6 +19,7 @@ from rekindle.attachment import attach, attached
 from rekindle.budget.agreement import has_others
 from rekindle.budget.plan import Plan
 from rekindle.budget.shapes import Shapes, elements, input_shapes, told
+from rekindle.budget.turns import turn_of
 from rekindle.internals import capturing, func_transform, top_hooks
 from rekindle.modules.caches import forbid_cache
 from rekindle.modules.forward import forward_of, put
@@ -60,6 +61,13 @@ class Standing:
             return
         if recomputing.get() or not torch.is_grad_enabled():
             return
+        with turn_of(model):  # which another thread may have, to plan the model again
+            standing = _on(model)
+            if standing is not None:
+                standing._see_shapes(model, args, kwargs)
+
+    def _see_shapes(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Plan the model again, or say that a step may peak higher, if it is called with more."""
         shapes = input_shapes(args, kwargs)
         self._larger = shapes if elements(shapes) > self._room else ()
         if not self._larger:

@@ -9,11 +9,11 @@ from rekindle.budget.memory import bytes_of
 
 
 def static_bytes(
-    model: nn.Module, optimizer: Any, device: torch.device, batch: list[Tensor], before: int
+    model: nn.Module, optimizer: Any, device: torch.device, batch: list[Tensor]
 ) -> int:
-    """What is there all the time: the model, its gradients, the optimizer's state, the batch.
+    """Bytes of the model, its gradients, the optimizer's state and the batch: there all the time.
 
-    Gradients from before are there a second time while it is measured.
+    On a GPU also what else there is, such as another model.
     """
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -21,8 +21,9 @@ def static_bytes(
     total += bytes_of(batch)
     if optimizer is not None:
         total += optimizer_bytes(optimizer)
-    if device.type == "cuda":  # what else there is, such as another model
-        total = max(total, torch.cuda.memory_allocated(device) - before)
+    if device.type == "cuda":
+        missing = bytes_of(p for p in trained if p.grad is None)  # gradients that are to come
+        total = max(total, torch.cuda.memory_allocated(device) + missing)
     return total
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Step:
         self.function: Callable[[], Any] | None = None
         self._others: dict[Tensor, Tensor | None] | None = None
         """What else gets gradients, with those it had; None before the first step."""
+        self.before_each: Callable[[], None] | None = None
+        """Called before each forward, if set: puts random states back, so that all are alike."""
         self.call = Call((), {})
         if isinstance(batch, Call):
             self.call = batch
@@ -59,6 +61,8 @@ class Step:
             self._others = None
 
     def loss(self) -> Tensor:
+        if self.before_each is not None:
+            self.before_each()
         if self.function is not None:
             return _loss_of(self.function())
         return _loss_of(self.model(*self.call.args, **self.call.kwargs))
@@ -73,8 +77,8 @@ class Step:
         if self.function is not None:
             return "a function"
         if not isinstance(self.batch, Call):
-            return str(tree_map(shape_of, self.batch))
-        args, kwargs = tree_map(shape_of, (self.call.args, self.call.kwargs))
+            return str(shapes_of(self.batch))
+        args, kwargs = shapes_of((self.call.args, self.call.kwargs))
         by_position = args[0] if len(args) == 1 else args
         return str(by_position if not kwargs else kwargs if not args else (*args, kwargs))
 
@@ -102,6 +106,22 @@ def shape_of(leaf: Any) -> Any:
         learns = " that learns" if leaf.requires_grad else ""
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{learns}"
     return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf).__name__
+
+
+def shapes_of(tree: Any) -> Any:
+    """A batch, or a block's arguments, with words in the place of tensors.
+
+    What is a container to torch and no list, tuple or dict, as a `PackedSequence`, becomes a tuple
+    of its name and its parts: it would not take words for tensors.
+    """
+    if type(tree) is dict:
+        return {key: shapes_of(item) for key, item in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map(shapes_of, tree))
+    leaves, spec = tree_flatten(tree, is_leaf=lambda node: node is not tree)
+    if spec.is_leaf():
+        return shape_of(tree)
+    return (type(tree).__name__, *map(shapes_of, leaves))
 
 
 def _loss_of(out: Any) -> Tensor:

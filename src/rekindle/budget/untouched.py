@@ -2,69 +2,132 @@
 
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rekindle.attachment import put_back, set_aside
+from rekindle.budget.agreement import has_others
 from rekindle.budget.fake import has_no_memory
 from rekindle.budget.noted import notes_put_back
+from rekindle.budget.step import Step
+from rekindle.budget.turns import turn_of
 from rekindle.modules.application import undo
 from rekindle.modules.caches import no_caches
-from rekindle.modules.forward import forward_of
+from rekindle.modules.forward import Forward, forward_of
+
+Rewind = Callable[[], None]
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Whatever runs inside: gradients, buffers, fates and the random state end as they were.
+def untouched(model: nn.Module) -> Iterator[Rewind]:
+    """Whatever runs inside: gradients, buffers, strategies and random states end as they were.
 
     So does what modules note. A plan that stands on the model says nothing meanwhile, and no cache
-    of keys and values is kept.
+    of keys and values is kept. Gives a function that puts the random states back to where they are
+    now, so that a step can be run again with the same draws.
+
+    Each part is put back whatever becomes of the others.
     """
-    aside = set_aside(model)
-    gradients = {p: p.grad for p in model.parameters()}
-    buffers = {b: b.detach().clone() for b in model.buffers() if not has_no_memory(b)}
-    places = {module: dict(module._buffers) for module in model.modules()}
-    fates = {module: forward_of(module) for module in model.modules()}
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    try:
-        with (
-            torch.random.fork_rng(devices),
-            _other_random_state(),
-            no_caches(model),
-            notes_put_back(model),
-        ):
-            for parameter in gradients:
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            yield
-    finally:
-        undo(model)
-        for module, forward in fates.items():
-            if forward is not None:
-                vars(module)["forward"] = forward
-                forward.is_on = True
-        put_back(aside)
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        for module, own in places.items():
-            module._buffers.clear()
-            module._buffers.update(own)
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                if not torch.equal(buffer, before):  # else a graph that uses it stays valid
-                    buffer.copy_(before)
+    with turn_of(model), ExitStack() as stack:
+        stack.callback(put_back, set_aside(model))
+        stack.callback(_put_back_forwards, {m: forward_of(m) for m in model.modules()})
+        stack.callback(undo, model)
+        stack.enter_context(_buffers_put_back(model))
+        stack.enter_context(_gradients_put_back(model))
+        rewind = stack.enter_context(_random_states_put_back(model))
+        stack.enter_context(no_caches(model))
+        stack.enter_context(notes_put_back(model))
+        yield rewind
 
 
 @contextmanager
-def _other_random_state() -> Iterator[None]:
-    """The random state of Python, and of numpy where it is in use, ends as it was."""
-    numpy = sys.modules.get("numpy")
-    before, there = random.getstate(), None if numpy is None else numpy.random.get_state()
+def repeatable(step: Step) -> Iterator[None]:
+    """Inside, every run of a step draws the same random numbers; the model ends as it was."""
+    with untouched(step.model) as rewind, step.leaving_no_gradients():
+        step.before_each = rewind
+        try:
+            yield
+        finally:
+            step.before_each = None
+
+
+def _put_back_forwards(forwards: dict[nn.Module, Forward | None]) -> None:
+    for module, forward in forwards.items():
+        if forward is not None:
+            vars(module)["forward"] = forward
+            forward.is_on = True
+
+
+@contextmanager
+def _buffers_put_back(model: nn.Module) -> Iterator[None]:
+    """Copies wait in host memory: a device that is full has no room for them."""
+    before = {b: b.detach().to("cpu", copy=True) for b in model.buffers() if not has_no_memory(b)}
+    places = {module: dict(module._buffers) for module in model.modules()}
     try:
         yield
     finally:
-        random.setstate(before)
+        for module, own in places.items():
+            if dict(module._buffers) != own:
+                module._buffers.clear()
+                module._buffers.update(own)
+        with torch.no_grad():
+            for buffer, values in before.items():
+                if not torch.equal(buffer.detach().to("cpu"), values):
+                    buffer.copy_(values)  # else a graph that uses it stays valid
+
+
+@contextmanager
+def _gradients_put_back(model: nn.Module) -> Iterator[None]:
+    """Gradients that a step makes are let go of as soon as they are there.
+
+    So measuring needs no second set of them. Where that takes no memory there is one all the same,
+    and so on ranks that reduce theirs: what reduces them looks for them later.
+    """
+    before = {p: p.grad for p in model.parameters()}
+    with ExitStack() as stack:
+        stack.callback(_set_gradients, before)
+        for parameter in before:
+            if not parameter.requires_grad:
+                parameter.grad = None
+            elif has_others() or has_no_memory(parameter):
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad = None
+                handle = parameter.register_post_accumulate_grad_hook(_let_go)
+                stack.callback(handle.remove)
+        yield
+
+
+def _let_go(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _set_gradients(gradients: dict[nn.Parameter, Tensor | None]) -> None:
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+
+
+@contextmanager
+def _random_states_put_back(model: nn.Module) -> Iterator[Rewind]:
+    """Of torch, for the CPU and the model's devices; of Python, and of numpy where it is in use."""
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    numpy: Any = sys.modules.get("numpy")
+    cpu, cuda = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
+    own, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
+
+    def rewind() -> None:
+        torch.set_rng_state(cpu)
+        for device, state in zip(devices, cuda, strict=True):
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(own)
         if numpy is not None:
-            numpy.random.set_state(there)
+            numpy.random.set_state(numpys)
+
+    try:
+        yield rewind
+    finally:
+        rewind()

@@ -154,6 +154,10 @@ class Profile:
     """The shapes that the model itself was called with; none if the step called parts of it."""
     unused: tuple[str, ...] = ()
     """Blocks that the step did not run."""
+    recompute_peak: int | None = None
+    """The peak of a step with every block recomputed, as it was measured."""
+    planning_peak: int | None = None
+    """The peak of measuring all this; None where nothing was allocated."""
 
     def options(self, position: int) -> tuple[Option, ...]:
         """The menu at one place of the forward."""

@@ -30,7 +30,7 @@ def forbid_cache(module: nn.Module, always: bool = False) -> RemovableHandle | N
 def _parameters(kind: type[nn.Module]) -> list[str]:
     try:
         return list(inspect.signature(kind.forward).parameters)
-    except (TypeError, ValueError):  # a scripted module has no signature
+    except (AttributeError, TypeError, ValueError):  # a scripted module has no signature
         return []
 
 

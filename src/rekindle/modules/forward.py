@@ -18,6 +18,7 @@ from torch import nn
 from rekindle.checkpoint import checkpoint
 from rekindle.compiled import where as traced
 from rekindle.compiled.frames import break_graph
+from rekindle.errors import RekindleError
 from rekindle.offload.context import Offload, kept
 from rekindle.policies import Policy
 from rekindle.selective.by_save import Saves
@@ -31,6 +32,10 @@ _WHY = (
     "what a graph saves. policies.offload(...) works inside a graph"
 )
 _OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
+
+
+class _NotScriptableError(RekindleError, AttributeError):
+    """Somebody scripts a module that has a strategy; to `hasattr` an attribute that is missing."""
 
 
 class Forward:
@@ -77,6 +82,14 @@ class Forward:
     def __code__(self) -> Any:
         wrapped = self.__wrapped__
         return getattr(wrapped, "__func__", wrapped).__code__
+
+    @property
+    def __globals__(self) -> Any:
+        """Read by `torch.jit.script`, and by nobody else: a script would be without the region."""
+        raise _NotScriptableError(
+            f"{type(self.__self__).__name__} cannot be scripted while rekindle manages its "
+            "activations: a script would not. Call rekindle.remove(model) first."
+        )
 
     @property
     def __signature__(self) -> inspect.Signature:
