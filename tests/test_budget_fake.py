@@ -119,7 +119,7 @@ def without_times(profile: rekindle.Profile) -> list[Any]:
         replace(profile, rest_seconds=0.0, planning_peak=None, blocks=()),
         *(replace(block, options=()) for block in profile.blocks),
         *(
-            replace(option, forward_seconds=0.0, backward_seconds=0.0)
+            replace(option, forward_seconds=0.0, backward_seconds=0.0, seconds_noise=0.0)
             for block in profile.blocks
             for option in block.options
         ),

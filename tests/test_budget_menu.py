@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import rekindle
 from benchmarks.decoder import Block as DecoderBlock
 from benchmarks.decoder import Shape
+from rekindle.budget.devices import device_named
 from rekindle.budget.execute import Numbered
 from rekindle.budget.graph import Graph, Op, Value, record
-from rekindle.budget.timing import DeviceClock
 from rekindle.policies import Policy
 from rekindle.selective.fates import Fate
 from tests.toys import Block, same_bits
@@ -23,7 +23,7 @@ pytest.importorskip("scipy")
 
 from rekindle.budget.menu import best_to_keep, keep_sets
 
-CPU = DeviceClock(torch.device("cpu"))
+CPU = device_named("cpu")
 GAP = 1e-3
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 from weakref import ref
 
@@ -41,7 +42,7 @@ class Lone:
     def graph(self) -> Graph:
         args, kwargs = self._inputs()
         self._block(*args, **kwargs)  # once before, so that no kernel is chosen or loaded in it
-        return record(lambda: self._block(*args, **kwargs), self._clock)
+        return record(lambda: self._block(*args, **kwargs), self._clock.estimates)
 
     def derivable(self, graph: Graph) -> tuple[int, ...]:
         """The numbers of what is saved that one op gives back from other things that are."""
@@ -76,6 +77,7 @@ class Lone:
             forward_host=forward_host,
             backward_host=backward_host,
             input_let_go=given,
+            seconds_noise=_spread(times),
         )
 
     def _inputs(self) -> tuple[Any, Any]:
@@ -139,6 +141,16 @@ class Lone:
         host = clock.host_seconds(begin, middle), clock.host_seconds(again, end)
         self._head_start = min(_HEAD_START, 0.01 + 2 * sum(host))
         return *device, *host
+
+
+def _spread(times: list[tuple[float, float, float, float]]) -> float:
+    """Seconds from the fastest run to the median one: one run that was held up counts for little.
+
+    Of the device or of the host, whichever varies more.
+    """
+    devices = [forward + backward for forward, backward, *_ in times]
+    hosts = [forward + backward for _, _, forward, backward in times]
+    return max(median(devices) - min(devices), median(hosts) - min(hosts))
 
 
 def _copied(leaf: Any) -> Any:

@@ -1,4 +1,7 @@
-"""A block's forward as a graph: its ops, what they make, what autograd saves, and times.
+"""A block's forward as a graph: its ops, what they make, what autograd saves, and what ops cost.
+
+Costs are estimated from arithmetic and bytes, not timed: which results are worth keeping must not
+depend on the moment.
 
 Views are not in it: what shows a value's memory stands for that value. Ops have the numbers they
 have under a policy (`ctx.number`), so a choice made here can be carried out there.
@@ -13,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rekindle.budget.timing import Clock
+from rekindle.budget.devices import Device, seconds_of
 from rekindle.internals import ASKS_DEVICE, is_traced, storage_key
 from rekindle.selective.kinds import Kind, can_be_run_again, kind_of
 
@@ -25,6 +28,7 @@ class Op:
     number: int
     name: str
     seconds: float
+    """An estimate, to be compared with that of other ops."""
     inputs: tuple[int, ...]
     """The values it is given that the block made, by their index."""
     outputs: tuple[int, ...]
@@ -75,7 +79,7 @@ class _Builder:
 
 
 class _GraphMode(TorchDispatchMode):
-    """Records ops with their times."""
+    """Records ops with their costs."""
 
     supports_higher_order_operators = True
 
@@ -83,12 +87,11 @@ class _GraphMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, built: _Builder, clock: Clock) -> None:
+    def __init__(self, built: _Builder, device: Device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._built = built
         self._number = -1
-        self._clock = clock
-        self.marks: list[tuple[int, Any, Any]] = []
+        self._device = device
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -98,9 +101,7 @@ class _GraphMode(TorchDispatchMode):
             return func(*args, **kwargs)
         kind = kind_of(func)
         again = can_be_run_again(kind, args, kwargs)
-        begin = self._clock.mark()
         out = func(*args, **kwargs)
-        end = self._clock.mark()
         if again:
             self._number += 1
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -116,13 +117,13 @@ class _GraphMode(TorchDispatchMode):
         outputs = tuple(built.add(tensor, maker) for tensor in new)
         if again:
             name = func.name() if hasattr(func, "name") else str(func)
-            self.marks.append((len(built.ops), begin, end))
-            built.ops.append(Op(self._number, name, 0.0, inputs, outputs))
+            seconds = seconds_of(self._device, func, args, kwargs, out)
+            built.ops.append(Op(self._number, name, seconds, inputs, outputs))
         return out
 
 
-def record(forward: Callable[[], Any], clock: Clock) -> Graph:
-    """Run a block's forward once, and say what it did."""
+def record(forward: Callable[[], Any], device: Device) -> Graph:
+    """The graph of a block's forward, which runs once, with what its ops cost on a device."""
     built = _Builder()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -130,18 +131,12 @@ def record(forward: Callable[[], Any], clock: Clock) -> Graph:
             built.saves.append(built.find(tensor))
         return tensor
 
-    mode = _GraphMode(built, clock)
-    with saved_tensors_hooks(pack, lambda tensor: tensor), mode:
+    with saved_tensors_hooks(pack, lambda tensor: tensor), _GraphMode(built, device):
         out = forward()
-    seconds = {op: clock.seconds(begin, end) for op, begin, end in mode.marks}
     del out
-    ops = tuple(
-        Op(op.number, op.name, seconds.get(i, 0.0), op.inputs, op.outputs)
-        for i, op in enumerate(built.ops)
-    )
     values = (replace(value, changes=i in built.changed) for i, value in enumerate(built.values))
     saved = frozenset(index for index in built.saves if index is not None)
-    return Graph(ops, tuple(values), saved, tuple(built.saves))
+    return Graph(tuple(built.ops), tuple(values), saved, tuple(built.saves))
 
 
 def _key(tensor: Tensor) -> int:

@@ -77,23 +77,51 @@ _MOVES = 6
 
 
 def undominated(options: list[Option]) -> list[Option]:
-    """Without options that hold, move and take, device and host, as much as another or more."""
+    """The options without those that another of the same kind makes pointless.
 
-    def costs(option: Option) -> tuple[float, ...]:
-        seconds = option.forward_seconds + option.backward_seconds
-        host = option.forward_host + option.backward_host
-        peaks = option.forward_peak, option.backward_peak
-        least_held = option.bytes_held - option.input_let_go
-        return option.bytes_held, least_held, option.bytes_moved, seconds, host, *peaks
-
+    Note [What may be pruned]. Seconds are noisy and bytes are not. So an option goes only if
+    another one of its kind takes no more bytes of any sort and is faster by more than both
+    measurements are uncertain; of several that take exactly the same bytes, the fastest stays.
+    Then, whatever the clock said, for each option that was measured one is left that needs no more
+    memory: the least budget of a profile depends on bytes alone. Kinds are apart because plans are
+    made without offload, too, and without going op by op: such a plan finds all of its options.
+    """
+    ranks = [(option.seconds, place) for place, option in enumerate(options)]
     return [
         option
-        for i, option in enumerate(options)
-        if not any(
-            all(map(float.__le__, map(float, costs(other)), map(float, costs(option))))
-            and (costs(other) != costs(option) or j < i)
-            for j, other in enumerate(options)
-            if j != i
+        for option, rank in zip(options, ranks, strict=True)
+        if option.fate in ("keep", "recompute")
+        or not any(
+            _kind(other) == _kind(option)
+            and (other_rank < rank if _sizes(other) == _sizes(option) else _beats(other, option))
+            for other, other_rank in zip(options, ranks, strict=True)
         )
-        or option.fate in ("keep", "recompute")
     ]
+
+
+def _kind(option: Option) -> tuple[str, bool, TierName]:
+    return option.fate, option.bytes_moved > 0, option.tier
+
+
+def _beats(other: Option, option: Option) -> bool:
+    """Whether one takes no more bytes than another, and less time beyond doubt."""
+    if any(theirs > own for theirs, own in zip(_sizes(other), _sizes(option), strict=True)):
+        return False
+    noise = other.seconds_noise + option.seconds_noise
+    gains = [own - theirs for theirs, own in zip(_times(other), _times(option), strict=True)]
+    return max(gains) > noise and min(gains) >= -noise
+
+
+def _sizes(option: Option) -> tuple[int, ...]:
+    """All bytes that decide how much memory a step by the option needs."""
+    least_held = option.bytes_held - option.input_let_go
+    moved = option.bytes_moved, option.largest_moved
+    return option.bytes_held, least_held, *moved, option.forward_peak, option.backward_peak
+
+
+def _times(option: Option) -> tuple[float, float]:
+    """Seconds of the device, and of the host."""
+    return (
+        option.forward_seconds + option.backward_seconds,
+        option.forward_host + option.backward_host,
+    )

@@ -356,8 +356,11 @@ def _add_waits(rows: _Rows, profile: Profile, menus, column, out: int, into: int
 
 
 def smallest(profile: Profile) -> Choice:
-    """The choice with the lowest peak: by bisection over budgets, then step by step."""
-    still = without_offload(profile)
+    """The choice with the lowest peak: by bisection over budgets, then step by step.
+
+    As far as nothing moves, by bytes alone: the same for every measurement of the same step.
+    """
+    still = _timeless(without_offload(profile))
     largest = [max(still.options(i), key=_bytes_held) for i in range(len(still.order))]
     low, high = 0, max(simulate(still, largest).peak, 1)
     best = _solved(still, high, _ROUGHLY) or _solved(still, 4 * high, _ROUGHLY)
@@ -369,10 +372,34 @@ def smallest(profile: Profile) -> Choice:
             low = middle
         else:
             best, high = found, min(middle, found.prediction.peak)
+    timed = without_offload(profile)
+    options = tuple(
+        timed.options(i)[still.options(i).index(option)] for i, option in enumerate(best.options)
+    )
+    best = Choice(options, simulate(profile, options), best.gap)
     if not moves(profile):
         return best
     starts = best, _least_held(profile)
     return min((improved(profile, start, 0) for start in starts), key=_peak)
+
+
+def _timeless(profile: Profile) -> Profile:
+    """The profile as if nothing took any time."""
+
+    def timeless(option: Option) -> Option:
+        return replace(
+            option,
+            forward_seconds=0.0,
+            backward_seconds=0.0,
+            forward_host=0.0,
+            backward_host=0.0,
+            seconds_noise=0.0,
+        )
+
+    blocks = (
+        replace(block, options=tuple(map(timeless, block.options))) for block in profile.blocks
+    )
+    return replace(profile, blocks=tuple(blocks))
 
 
 def moves(profile: Profile) -> bool:

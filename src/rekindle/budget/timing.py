@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from rekindle.budget.devices import Device, estimating
+
 RUNS = 3
 """How often something is timed; the shortest counts."""
 
@@ -17,6 +19,8 @@ class Clock(Protocol):
     """Whether the same work takes the same time, from the first run on."""
     runs: int
     """How often a block is timed; the shortest counts."""
+    estimates: Device
+    """By which ops are compared where times would be too noisy."""
 
     def keep_busy(self, seconds: float) -> None:
         """Before a block is run alone: as if it were in the middle of a step."""
@@ -47,6 +51,7 @@ class DeviceClock:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self.runs = _RUNS_BESIDE_A_HOST if self._is_cuda else RUNS
+        self.estimates = estimating(device)
 
     def keep_busy(self, seconds: float) -> None:
         if self._is_cuda:

@@ -48,6 +48,8 @@ class Option:
     """Where results go that are moved: `host` memory or `disk`."""
     input_let_go: int = 0
     """Bytes of what it is given that it does not hold, once its forward is over."""
+    seconds_noise: float = 0.0
+    """Seconds by which its runs, forward and backward, differed when it was measured."""
 
     @property
     def seconds(self) -> float:

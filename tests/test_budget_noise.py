@@ -1,0 +1,149 @@
+"""Clocks are noisy and bytes are not: what a profile can do for memory does not depend on times."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.budget import profiling
+from rekindle.budget.options import undominated
+from rekindle.budget.timing import DeviceClock
+from rekindle.budget.values import Option
+from tests.toys import Stack
+
+pytest.importorskip("scipy")
+
+from rekindle.budget.solving import smallest
+
+
+def sizes(option: Option) -> tuple[int, ...]:
+    least_held = option.bytes_held - option.input_let_go
+    moved = option.bytes_moved, option.largest_moved
+    return option.bytes_held, least_held, *moved, option.forward_peak, option.backward_peak
+
+
+def kind(option: Option) -> tuple[Any, ...]:
+    return option.fate, option.bytes_moved > 0, option.tier
+
+
+def needs_no_more(one: Option, other: Option) -> bool:
+    return kind(one) == kind(other) and all(map(int.__le__, sizes(one), sizes(other)))
+
+
+def random_menu(draw: random.Random) -> list[Option]:
+    menu = [Option("keep", bytes_held=9), Option("recompute", bytes_held=1)]
+    for number in range(20):
+        moved = draw.choice([0, 0, 3, 4])
+        menu.append(
+            Option(
+                draw.choice(["derive", "select"]),
+                (number,),
+                bytes_held=draw.randrange(2, 6),
+                bytes_moved=moved,
+                largest_moved=min(moved, 3),
+                forward_peak=draw.randrange(2),
+                backward_peak=draw.randrange(3),
+                tier=draw.choice(["host", "disk"]) if moved else "host",  # type: ignore[arg-type]
+            )
+        )
+    return menu
+
+
+def noisy(menu: list[Option], draw: random.Random) -> list[Option]:
+    return [
+        replace(
+            option,
+            forward_seconds=draw.uniform(0.5, 2),
+            backward_seconds=draw.uniform(0.5, 2),
+            seconds_noise=draw.choice([0.0, 0.1, 1.0]),
+        )
+        for option in menu
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_clock_said_an_option_is_left_that_needs_no_more_memory(seed: int) -> None:
+    draw = random.Random(seed)
+    menu = random_menu(draw)
+    for _ in range(20):
+        left = undominated(noisy(menu, draw))
+        for option in menu:
+            assert any(needs_no_more(one, option) for one in left)
+
+
+SMALL = Option("select", (0,), bytes_held=5, forward_seconds=1.0, backward_seconds=1.0)
+
+
+def test_an_option_with_more_bytes_that_is_slower_beyond_noise_is_pruned() -> None:
+    worse = replace(SMALL, kept=(1,), bytes_held=6, backward_seconds=1.5)
+    assert undominated([SMALL, worse]) == [SMALL]
+
+
+def test_an_option_with_more_bytes_that_is_slower_within_noise_stays() -> None:
+    menu = [
+        replace(SMALL, seconds_noise=0.3),
+        replace(SMALL, kept=(1,), bytes_held=6, backward_seconds=1.5, seconds_noise=0.3),
+    ]
+    assert undominated(menu) == menu
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fate": "derive"},
+        {"bytes_moved": 1, "largest_moved": 1},
+        {"bytes_moved": 1, "largest_moved": 1, "tier": "disk"},
+    ],
+    ids=["another fate", "moves something", "another tier"],
+)
+def test_an_option_is_not_pruned_for_one_of_another_kind(change: dict[str, Any]) -> None:
+    menu = [SMALL, replace(SMALL, bytes_held=6, backward_seconds=9.0, **change)]
+    assert undominated(menu) == menu
+
+
+def test_of_options_with_the_same_bytes_the_fastest_stays() -> None:
+    fast = replace(SMALL, kept=(2,), backward_seconds=0.9)
+    slow = replace(SMALL, kept=(1,), seconds_noise=5.0)
+    assert undominated([SMALL, fast, slow]) == [fast]
+
+
+class _NoisyClock(DeviceClock):
+    """Seconds that are off by up to three times, differently each time they are asked for."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        super().__init__(device)
+        self._draw = random.Random(seed)
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return super().seconds(begin, end) * 3 ** self._draw.uniform(-1, 1)
+
+
+def measured(seed: int, monkeypatch: pytest.MonkeyPatch) -> rekindle.Profile:
+    """A profile by a noisy clock."""
+    torch.manual_seed(0)
+    model, batch = Stack(3, 16), torch.randn(32, 16)
+    cpu = torch.device("cpu")
+    bench = replace(profiling.bench_of(cpu), clock=_NoisyClock(cpu, seed))
+    monkeypatch.setattr(profiling, "bench_of", lambda *_: bench)
+    return rekindle.profile(model, batch)
+
+
+def test_the_least_budget_of_a_profile_does_not_depend_on_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    profiles = [measured(seed, monkeypatch) for seed in range(5)]
+    assert len({smallest(profile).prediction.peak for profile in profiles}) == 1
+
+
+def test_which_results_may_be_kept_does_not_depend_on_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(profiling, "undominated", list)
+    menus = {
+        tuple((option.fate, option.kept, option.derived) for option in profile.blocks[0].options)
+        for profile in (measured(seed, monkeypatch) for seed in range(3))
+    }
+    assert len(menus) == 1
