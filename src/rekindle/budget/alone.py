@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rekindle.budget.cast_cache import forward_in, handed_over
 from rekindle.budget.execute import what_of
 from rekindle.budget.graph import Graph, record
 from rekindle.budget.memory import bytes_of, metered, unmetered
@@ -19,6 +20,7 @@ from rekindle.budget.outline import without_graph
 from rekindle.budget.timing import Clock
 from rekindle.budget.values import Option
 from rekindle.modules.application import apply, undo
+from rekindle.replay import ambient
 from rekindle.selective.by_save import derivable
 
 _HEAD_START = 0.1
@@ -29,8 +31,14 @@ class Lone:
     """One block, to be run alone."""
 
     def __init__(
-        self, block: nn.Module, call: tuple[Any, Any], device: torch.device, clock: Clock
+        self,
+        block: nn.Module,
+        call: tuple[Any, Any],
+        device: torch.device,
+        clock: Clock,
+        around: ambient.Ambient | None = None,
     ) -> None:
+        self._around = around
         self._block = block
         self._call = call
         self._device = device
@@ -41,13 +49,17 @@ class Lone:
 
     def graph(self) -> Graph:
         args, kwargs = self._inputs()
-        self._block(*args, **kwargs)  # once before, so that no kernel is chosen or loaded in it
-        return record(lambda: self._block(*args, **kwargs), self._clock.estimates)
+        with forward_in(self._around):  # once before, so that no kernel is chosen or loaded in it
+            self._block(*args, **kwargs)
+        with forward_in(self._around):
+            forward = partial(self._block, *args, **kwargs)
+            return record(forward, self._clock.estimates, self._block)
 
     def derivable(self, graph: Graph) -> tuple[int, ...]:
         """The numbers of what is saved that one op gives back from other things that are."""
         args, kwargs = self._inputs()
-        return derivable(lambda: self._block(*args, **kwargs), len(graph.saves))
+        with forward_in(self._around):
+            return derivable(lambda: self._block(*args, **kwargs), len(graph.saves))
 
     def measured(self, option: Option) -> Option:
         """An option, with what it costs."""
@@ -57,7 +69,7 @@ class Lone:
         try:
             if not self._clock.is_exact:
                 self._once()
-            held, forward_peak, backward_peak = self._memory()
+            held, cached, forward_peak, backward_peak = self._memory()
             given, made = self._let_go()
             with unmetered():
                 times = [self._once() for _ in range(self._clock.runs)]
@@ -70,6 +82,7 @@ class Lone:
         return replace(
             option,
             bytes_held=held,
+            casts_cached=cached,
             forward_seconds=forward,
             backward_seconds=backward,
             forward_peak=forward_peak,
@@ -81,25 +94,30 @@ class Lone:
         )
 
     def _inputs(self) -> tuple[Any, Any]:
-        """The block's inputs anew, as leaves."""
-        return without_graph(self._call)
+        """The block's inputs anew, as another block would hand them over."""
+        args, kwargs = handed_over(without_graph(self._call))
+        return args, kwargs
 
-    def _memory(self) -> tuple[int, int, int]:
+    def _memory(self) -> tuple[int, int, int, int]:
+        """Bytes held after a forward, casts that only autocast's cache held, and two peaks."""
         args, kwargs = self._inputs()
         known = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         known += [*self._block.parameters(), *self._block.buffers()]
         known += [p.grad for p in self._block.parameters() if p.grad is not None]
         with metered(self._device, known) as meter:
-            out = self._block(*args, **kwargs)
-            held, forward_peak = meter.now(), meter.peak()
+            with forward_in(self._around):
+                out = self._block(*args, **kwargs)
+                with_cache, forward_peak = meter.now(), meter.peak()
+            held = meter.now()
+            cached = with_cache - held
             rest = _rest_after(out)
             del out
             if rest is None:  # nothing before it learns
-                return held, forward_peak, 0
+                return held, cached, forward_peak, 0
             meter.reset()
             rest.prepare()
             rest.backward()
-            return held, forward_peak, meter.peak() - held
+            return held, cached, forward_peak, meter.peak() - held
 
     def _let_go(self) -> tuple[int, int]:
         """Bytes of what it is given, and of what it makes of it, that its graph does not hold."""
@@ -107,7 +125,8 @@ class Lone:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         with metered(self._device, inputs) as meter:
             args, kwargs = tree_map(_copied, (args, kwargs))
-            out = self._block(*args, **kwargs)
+            with forward_in(self._around):
+                out = self._block(*args, **kwargs)
             with_inputs = meter.now()
             del args, kwargs
             given = with_inputs - meter.now()
@@ -126,9 +145,10 @@ class Lone:
         args, kwargs = self._inputs()
         clock = self._clock
         clock.keep_busy(self._head_start)
-        begin = clock.mark()
-        out = self._block(*args, **kwargs)
-        middle = clock.mark()
+        with forward_in(self._around):
+            begin = clock.mark()
+            out = self._block(*args, **kwargs)
+            middle = clock.mark()
         rest = _rest_after(out)
         del out
         if rest is not None:

@@ -3,21 +3,32 @@
 Costs are estimated from arithmetic and bytes, not timed: which results are worth keeping must not
 depend on the moment.
 
-Views are not in it: what shows a value's memory stands for that value. Ops have the numbers they
-have under a policy (`ctx.number`), so a choice made here can be carried out there.
+Views are not in it: what shows a value's memory stands for that value. What depends on parameters
+alone, such as their casts under autocast, counts as coming from outside. Ops have the numbers they
+have under a policy (`ctx.number`), and the addresses by which a plan finds them again.
 """
 
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rekindle.budget.devices import Device, seconds_of
-from rekindle.internals import ASKS_DEVICE, is_traced, storage_key
+from rekindle.internals import ASKS_DEVICE, is_traced, storage_key, without_modes
+from rekindle.offload.activation import Kept, unpack
+from rekindle.selective.address import (
+    OpAddress,
+    Whereabouts,
+    depends_on_parameters_alone,
+    is_parameter,
+)
 from rekindle.selective.kinds import Kind, can_be_run_again, kind_of
 
 
@@ -32,6 +43,7 @@ class Op:
     inputs: tuple[int, ...]
     """The values it is given that the block made, by their index."""
     outputs: tuple[int, ...]
+    address: OpAddress | None = None
 
 
 @dataclass(frozen=True)
@@ -57,25 +69,55 @@ class Graph:
     """What autograd saves, one after the other: a value, or None for what comes from outside."""
 
 
+_FIXED = -1
+"""In place of a value's index: a storage whose content parameters alone decide."""
+
+
 @dataclass
 class _Builder:
+    """The graph so far. Storages are known weakly: it holds none of what the block makes."""
+
     ops: list[Op] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     saves: list[int | None] = field(default_factory=list)
-    by_storage: dict[int, int] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)
-    alive: list[Tensor] = field(default_factory=list)
-    """So that no address is used twice."""
+    _known: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """Index of each storage's value, by key; with a weak reference, so that the key stays its own.
+
+    A storage's object outlives its bytes as long as a weak reference to it does.
+    """
 
     def find(self, tensor: Tensor) -> int | None:
-        return self.by_storage.get(_key(tensor))
+        """The index of the value that a tensor is, or shows; None if it comes from outside."""
+        index = self._index(tensor)
+        return None if index == _FIXED else index
+
+    def is_fixed(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, or parameters alone decide its content."""
+        return is_parameter(tensor) or self._index(tensor) == _FIXED
 
     def add(self, tensor: Tensor, maker: int | None) -> int:
+        """A new value, made by an op."""
         index = len(self.values)
         self.values.append(Value(_nbytes(tensor), maker))
-        self.by_storage[_key(tensor)] = index
-        self.alive.append(tensor.detach())
+        self._enter(tensor, index)
         return index
+
+    def fix(self, tensor: Tensor) -> None:
+        """Note that parameters alone decide a tensor's content."""
+        if self._index(tensor) is None:
+            self._enter(tensor, _FIXED)
+
+    def _index(self, tensor: Tensor) -> int | None:
+        weak, index = self._known.get(_key(tensor), (None, None))
+        return None if isinstance(weak, weakref.ref) and weak() is not tensor else index
+
+    def _enter(self, tensor: Tensor, index: int) -> None:
+        try:
+            weak: Any = StorageWeakRef(tensor.untyped_storage())
+        except (NotImplementedError, RuntimeError):
+            weak = weakref.ref(tensor)
+        self._known[_key(tensor)] = weak, index
 
 
 class _GraphMode(TorchDispatchMode):
@@ -87,11 +129,13 @@ class _GraphMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, built: _Builder, device: Device) -> None:
+    def __init__(self, built: _Builder, device: Device, block: nn.Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._built = built
         self._number = -1
         self._device = device
+        self._whereabouts = None if block is None else Whereabouts(block)
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -109,7 +153,13 @@ class _GraphMode(TorchDispatchMode):
         built = self._built
         if kind is Kind.CHANGES or kind is Kind.OPAQUE:
             built.changed.update(i for i in map(built.find, given) if i is not None)
-        if kind is Kind.VIEW or not made:
+        if not made:
+            return out
+        if depends_on_parameters_alone(given, built.is_fixed) and kind is not Kind.CHANGES:
+            for tensor in made:
+                built.fix(tensor)
+            return out
+        if kind is Kind.VIEW:
             return out
         new = [tensor for tensor in made if built.find(tensor) is None]
         inputs = tuple(i for i in map(built.find, given) if i is not None)
@@ -118,25 +168,43 @@ class _GraphMode(TorchDispatchMode):
         if again:
             name = func.name() if hasattr(func, "name") else str(func)
             seconds = seconds_of(self._device, func, args, kwargs, out)
-            built.ops.append(Op(self._number, name, seconds, inputs, outputs))
+            address = self._address(name)
+            built.ops.append(Op(self._number, name, seconds, inputs, outputs, address))
         return out
 
+    def _address(self, name: str) -> OpAddress | None:
+        if self._whereabouts is None:
+            return None
+        self.counts[name] += 1
+        return OpAddress(self._whereabouts.path(), name, self.counts[name] - 1, 0)
 
-def record(forward: Callable[[], Any], device: Device) -> Graph:
-    """The graph of a block's forward, which runs once, with what its ops cost on a device."""
+
+def record(forward: Callable[[], Any], device: Device, block: nn.Module | None = None) -> Graph:
+    """The graph of a block's forward, which runs once, with what its ops cost on a device.
+
+    With the block, ops have addresses in it. Nothing is held that a plain forward does not hold,
+    and nothing stays.
+    """
     built = _Builder()
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Kept:
         if not is_traced():
             built.saves.append(built.find(tensor))
-        return tensor
+        with without_modes():
+            return Kept(tensor)  # not the tensor: a node that saves its output would hold itself
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor), _GraphMode(built, device):
+    mode = _GraphMode(built, device, block)
+    with saved_tensors_hooks(pack, unpack), mode:
         out = forward()
     del out
+    ops = tuple(
+        replace(op, address=a and replace(a, count=mode.counts[a.op]))
+        for op in built.ops
+        for a in [op.address]
+    )
     values = (replace(value, changes=i in built.changed) for i, value in enumerate(built.values))
     saved = frozenset(index for index in built.saves if index is not None)
-    return Graph(tuple(built.ops), tuple(values), saved, tuple(built.saves))
+    return Graph(ops, tuple(values), saved, tuple(built.saves))
 
 
 def _key(tensor: Tensor) -> int:

@@ -31,6 +31,9 @@ class Meter(Protocol):
     def reset(self) -> None:
         """Begin a new peak."""
 
+    def reset_soon(self) -> None:
+        """Begin a new peak when what is being freed now is gone, as far as that can be told."""
+
 
 class _CudaMeter:
     """Reads torch's allocator."""
@@ -51,6 +54,9 @@ class _CudaMeter:
         if isinstance(whole, _WholeCudaMeter):
             whole.note_peak()
         torch.cuda.reset_peak_memory_stats(self._device)
+
+    def reset_soon(self) -> None:
+        self.reset()
 
 
 class _WholeCudaMeter(_CudaMeter):
@@ -80,6 +86,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, not_counted: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._now = self._peak = 0
+        self.resets = False
         self.windows: list[_Window] = []
         storages = (storage for tensor in not_counted for storage in storages_of(tensor))
         self._sizes = {storage._cdata: 0 for storage in storages}
@@ -97,9 +104,17 @@ class LiveBytes(TorchDispatchMode):
     def reset(self) -> None:
         self._peak = self._now
 
+    def reset_soon(self) -> None:
+        self.resets = True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        meters: list[LiveBytes | _Window] = [self, *self.windows]
+        for meter in meters:
+            if meter.resets:
+                meter.resets = False
+                meter.reset()
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -144,6 +159,7 @@ class _Window:
     def __init__(self, live: LiveBytes) -> None:
         self._live = live
         self._start = self.highest = live.now()
+        self.resets = False
 
     def now(self) -> int:
         return self._live.now() - self._start
@@ -153,6 +169,9 @@ class _Window:
 
     def reset(self) -> None:
         self.highest = self._live.now()
+
+    def reset_soon(self) -> None:
+        self.resets = True
 
 
 _whole: "ContextVar[LiveBytes | _WholeCudaMeter | None]" = ContextVar("whole", default=None)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from rekindle.budget.graph import Graph
 from rekindle.budget.values import Option
 from rekindle.offload.options import TierName
+from rekindle.selective.address import OpAddress
 
 
 def deriving(derivable: tuple[int, ...], graph: Graph) -> list[Option]:
@@ -13,6 +14,27 @@ def deriving(derivable: tuple[int, ...], graph: Graph) -> list[Option]:
     large = tuple(n for n, nbytes in sizes.items() if 2 * nbytes >= max(sizes.values()))
     sets = dict.fromkeys((large, derivable))
     return [Option("derive", derived=numbers) for numbers in sets if numbers]
+
+
+def selecting(kept: frozenset[int], graph: Graph) -> Option:
+    """To keep the results of some ops, and make the others again."""
+    return addressed(Option("select", tuple(sorted(kept))), graph)
+
+
+def addressed(option: Option, graph: Graph) -> Option:
+    """An option that goes op by op, with the addresses of its ops."""
+    if option.fate != "select":
+        return option
+    known = {op.number: op.address for op in graph.ops}
+
+    def addresses(numbers: tuple[int, ...]) -> tuple[OpAddress, ...]:
+        return tuple(address for n in numbers if (address := known.get(n)) is not None)
+
+    return replace(
+        option,
+        kept_ops=addresses(option.kept),
+        offloaded_ops=addresses(option.offloaded),
+    )
 
 
 def offloading(
@@ -33,20 +55,19 @@ def offloading(
     for count in range(1, len(largest) + 1):
         away = [number for numbers in largest[:count] for number in numbers]
         moved = sum(sizes[numbers] for numbers in largest[:count])
-        found.append(
-            replace(
-                option,
-                kept=tuple(number for number in option.kept if number not in away),
-                offloaded=tuple(sorted(away)),
-                bytes_held=max(option.bytes_held - moved, 0),
-                bytes_moved=moved,
-                backward_peak=option.backward_peak + moved,
-                forward_host=option.forward_host + count * host_seconds[0],
-                backward_host=option.backward_host + count * host_seconds[1],
-                largest_moved=sizes[largest[0]],
-                tier=tier,
-            )
+        moving = replace(
+            option,
+            kept=tuple(number for number in option.kept if number not in away),
+            offloaded=tuple(sorted(away)),
+            bytes_held=max(option.bytes_held - moved, 0),
+            bytes_moved=moved,
+            backward_peak=option.backward_peak + moved,
+            forward_host=option.forward_host + count * host_seconds[0],
+            backward_host=option.backward_host + count * host_seconds[1],
+            largest_moved=sizes[largest[0]],
+            tier=tier,
         )
+        found.append(addressed(moving, graph))
     return [] if not found else [*found[:_MOVES], *([found[-1]] if len(found) > _MOVES else [])]
 
 
@@ -74,6 +95,15 @@ def _by_save(option: Option, graph: Graph) -> dict[tuple[int, ...], int]:
 
 _MOVES = 6
 """How many of the largest results are sent away one by one, before all of them are."""
+
+
+def with_casts(options: tuple[Option, ...]) -> tuple[Option, ...]:
+    """A block's options, each with the casts of weights that it holds itself.
+
+    Where all is recomputed, only autocast's cache holds casts: what it holds then is all of them.
+    """
+    casts = max(option.casts_cached for option in options)
+    return tuple(replace(option, casts_held=casts - option.casts_cached) for option in options)
 
 
 def undominated(options: list[Option]) -> list[Option]:
@@ -116,7 +146,8 @@ def _sizes(option: Option) -> tuple[int, ...]:
     """All bytes that decide how much memory a step by the option needs."""
     least_held = option.bytes_held - option.input_let_go
     moved = option.bytes_moved, option.largest_moved
-    return option.bytes_held, least_held, *moved, option.forward_peak, option.backward_peak
+    held = option.bytes_held, least_held, option.bytes_held + option.casts_cached
+    return *held, *moved, option.forward_peak, option.backward_peak
 
 
 def _times(option: Option) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.budget.agreement import has_others
+from rekindle.budget.cast_cache import CacheWatch
 from rekindle.budget.memory import Meter, metered, storages_of, unmetered
 from rekindle.budget.shapes import elements, input_shapes
 from rekindle.budget.step import Step
@@ -47,6 +48,14 @@ class Seen:
     peak: int = 0
     """The most that the whole step had, above what is there all the time."""
     seconds: float = 0.0
+    cast_epochs: list[int] = field(default_factory=list)
+    """How often autocast's cache was emptied before each block."""
+    cached_rest_peak: int = 0
+    """As `rest_peak`, until the cache was emptied."""
+    casts_gone: bool = False
+    """Whether the cache was emptied between the last block's forward and its backward."""
+    casts_in_backward: bool = False
+    """Whether it was not, and held casts."""
     inputs: tuple[tuple[int, ...], ...] = ()
     """The shapes that the model was called with; the largest, of several calls."""
     passed: list[int] = field(default_factory=list)
@@ -67,7 +76,7 @@ def outline(
     known += [p.grad for p in step.model.parameters() if p.grad is not None]
     known += step.tensors()
     with metered(device, known) as meter:
-        watch = _Watch(step.model, blocks, meter)
+        watch = _Watch(step.model, blocks, meter, device)
         with watch.entered():
             begin = clock.mark()
             step()
@@ -89,17 +98,27 @@ class _Watch:
     Hooks of the step's graph hold it, so it holds no tensor.
     """
 
-    def __init__(self, model: nn.Module, blocks: dict[str, nn.Module], meter: Meter) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: dict[str, nn.Module],
+        meter: Meter,
+        device: torch.device,
+    ) -> None:
+        self._device = device
         self.seen = Seen()
         self._model = model
         self._blocks = blocks
         self._meter = meter
         self._after_block = 0
         self._backward_started = self._has_ended = False
+        self._casts = CacheWatch(self._emptied)
+        self._epoch = 0
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.callback(self._casts.close)
             called = self._model.register_forward_pre_hook(self._called, with_kwargs=True)
             stack.callback(called.remove)
             for path, block in self._blocks.items():
@@ -138,6 +157,8 @@ class _Watch:
                 if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
                     leaf.register_hook(self._end)
         seen.order.append(path)
+        seen.cast_epochs.append(self._epoch)
+        self._casts.watch(self._device)
 
     def _after(self, _block: nn.Module, _args: Any, out: Any) -> None:
         for leaf in tree_leaves(out):
@@ -145,11 +166,22 @@ class _Watch:
                 leaf.register_hook(self._turn)
         self._after_block = self._meter.now()
         self._begin_new_peak()
+        self.seen.casts_gone = False
+
+    def _emptied(self) -> None:
+        """Autocast's cache is being emptied."""
+        self._epoch += 1
+        if not self._backward_started:
+            self.seen.casts_gone = True
+            self.seen.cached_rest_peak = self._meter.peak() - self._after_block
+            self._note_peak()
+            self._meter.reset_soon()
 
     def _turn(self, _grad: Tensor) -> None:
         if not self._backward_started:
             self._backward_started = True
             self.seen.rest_peak = self._meter.peak() - self._after_block
+            self.seen.casts_in_backward = self._casts.holds_casts
 
     def _end(self, _grad: Tensor) -> None:
         self._has_ended = True

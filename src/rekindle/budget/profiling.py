@@ -18,10 +18,10 @@ from rekindle.budget.graph import Graph
 from rekindle.budget.link import bytes_per_second
 from rekindle.budget.memory import metered_as_a_whole
 from rekindle.budget.names import named
-from rekindle.budget.options import deriving, offloading, undominated
+from rekindle.budget.options import deriving, offloading, selecting, undominated, with_casts
 from rekindle.budget.outline import Seen, outline
 from rekindle.budget.progress import each, tell
-from rekindle.budget.simulate import simulate
+from rekindle.budget.simulate import cached_after_blocks, simulate
 from rekindle.budget.static import static_bytes
 from rekindle.budget.step import Step, shape_of, shapes_of
 from rekindle.budget.timing import Clock, DeviceClock
@@ -93,8 +93,14 @@ def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profi
             passed=_passed(seen.passed, [profiles[index] for _, index in order]),
             inputs=seen.inputs,
             unused=tuple(path for path in blocks if path not in seen.order),
+            cast_epochs=tuple(seen.cast_epochs) if _has_casts(profiles) else (),
+            cached_rest_peak=max(seen.cached_rest_peak, 0),
+            casts_in_backward=seen.casts_in_backward,
             recompute_peak=static + seen.peak,
         )
+        if seen.casts_gone:  # what was freed with the cache had been counted as there
+            casts = cached_after_blocks(found, _recomputed(found))
+            found = replace(found, rest_peak=found.rest_peak + casts)
         found = replace(found, rest_seconds=max(seen.seconds - _recomputed_seconds(found), 0.0))
         if bench.shows_more_together:
             tell("all blocks together")
@@ -127,11 +133,20 @@ def _passed(seen: list[int], blocks: list[BlockProfile]) -> tuple[int, ...]:
     return tuple(min(pair) for pair in zip(seen, let_go, strict=False))
 
 
+def _has_casts(blocks: list[BlockProfile]) -> bool:
+    """Whether autocast caches casts of any block's weights."""
+    return any(option.casts_cached for block in blocks for option in block.options)
+
+
 def _recomputed_seconds(profile: Profile) -> float:
     """What all blocks take together if all of them are recomputed."""
+    return simulate(profile, _recomputed(profile)).seconds
+
+
+def _recomputed(profile: Profile) -> list[Option]:
+    """For each block, the option that recomputes all of it."""
     menus = (profile.options(i) for i in range(len(profile.order)))
-    recomputed = [next(option for option in menu if option.fate == "recompute") for menu in menus]
-    return simulate(profile, recomputed).seconds
+    return [next(option for option in menu if option.fate == "recompute") for menu in menus]
 
 
 def _profiles(
@@ -146,9 +161,8 @@ def _profiles(
         if bench.known is not None:
             profiles.append(_known_block(bench.known, path, signature, around))
         else:
-            with ambient.entered(seen.around[key]):
-                run = Lone(block, call, bench.device, bench.clock)
-                options = _menu(run, bench)
+            run = Lone(block, call, bench.device, bench.clock, seen.around[key])
+            options = with_casts(_menu(run, bench))
             kind, let_go = type(block).__name__, run.output_let_go
             profiles.append(BlockProfile(kind, signature, options, around, let_go))
     index = {key: i for i, key in enumerate(seen.around)}
@@ -193,7 +207,7 @@ def _menu(run: Lone, bench: Bench) -> tuple[Option, ...]:
     graph = run.graph()
     candidates = [Option("keep"), Option("recompute")]
     candidates += deriving(run.derivable(graph), graph)
-    candidates += [Option("select", tuple(sorted(kept))) for kept in keep_sets(graph)]
+    candidates += [selecting(kept, graph) for kept in keep_sets(graph)]
     candidates = agreed(candidates)  # a block that is sharded is gathered by all ranks at a time
     options = [run.measured(option) for option in each(candidates, "option")]
     if bench.bytes_per_second:

@@ -21,24 +21,69 @@ def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
     course = _Course(profile.bytes_per_second)
     points = [profile.first_peak - profile.before_bytes]
     held = sent = 0
+    cached, again, pending = _casts(profile, options)
     for i, option in enumerate(options):
         held += between[i]
-        points.append(held + min(course.leaving + late, sent) + option.forward_peak)
-        held += option.bytes_held + stays[i] - gone[i]
+        on_the_way = min(course.leaving + late, sent)
+        points.append(held + cached[i] + on_the_way + option.forward_peak)
+        held += option.bytes_held + stays[i] - gone[i] - again[i]
         sent += moves[i]
         course.forward(option, moves[i])
-    points.append(held + min(course.leaving + late, sent) + profile.rest_peak)
+    until_emptied = cached[-1] + profile.cached_rest_peak
+    in_backward = cached[-1] if profile.casts_in_backward else 0
+    rest = max(until_emptied, in_backward + profile.rest_peak)
+    points.append(held + min(course.leaving + late, sent) + rest)
     course.turn(profile.rest_seconds)
     spans = [course.backward(options[i], moves[i]) for i in range(len(options) - 1, -1, -1)]
     ahead = _ahead(moves, spans[::-1], lead // 2, profile.bytes_per_second) if sent else moves
     for i in range(len(options) - 1, -1, -1):
         option, stay = options[i], stays[i]
-        points.append(held + option.backward_peak - stay + ahead[i])
-        held -= option.bytes_held + stay + between[i] - gone[i]
+        points.append(held + in_backward + option.backward_peak - stay + ahead[i])
+        held -= option.bytes_held + stay + between[i] - gone[i] - again[i]
+        held += pending[i]
     points.append(profile.last_peak - profile.before_bytes)
     highest = max(points)
     base = profile.static_bytes + profile.before_bytes
     return Prediction(base + highest, course.seconds, _told(profile, points.index(highest)))
+
+
+def cached_after_blocks(profile: Profile, options: Sequence[Option]) -> int:
+    """Bytes of casts that autocast's cache alone holds after the last block's forward."""
+    return _casts(profile, options)[0][-1]
+
+
+def _casts(profile: Profile, options: Sequence[Option]) -> tuple[list[int], list[int], list[int]]:
+    """Bytes of weight casts, by place: Note [How long casts live] in cast_cache.py.
+
+    First, those that autocast's cache alone holds before each block and, at the end, after all.
+    Second, those that a block holds and that an earlier call of it counts already: its weights are
+    cast once, as long as the cache is not emptied. Third, how the gradients of casts change that
+    wait for more: one cast has one gradient, so that of a block's last call waits for its first.
+    """
+    count = len(options)
+    cached, again, pending = [0] * (count + 1), [0] * count, [0] * count
+    epochs = profile.cast_epochs
+    if not epochs:
+        return cached, again, pending
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for i, option in enumerate(options):
+        path = profile.order[i][0]
+        casts = option.casts_cached + option.casts_held
+        if i and epochs[i] != epochs[i - 1]:
+            first.clear()
+            cached[i] = 0
+        if path in first:
+            again[i] = option.casts_held
+            cached[i + 1] = cached[i]
+            pending[last[path]] -= casts if last[path] != first[path] else 0
+            pending[first[path]] = -casts
+            pending[i] = casts
+        else:
+            first[path] = i
+            cached[i + 1] = cached[i] + option.casts_cached
+        last[path] = i
+    return cached, again, pending
 
 
 def _gone(profile: Profile, options: Sequence[Option]) -> Sequence[int]:

@@ -102,6 +102,11 @@ def _held(option: Option, passed: int) -> float:
     return (option.bytes_held - min(passed, option.input_let_go)) / _MIB
 
 
+def _cached(profile: Profile, option: Option) -> float:
+    """Casts that autocast's cache holds from a block's forward to the head, in MiB."""
+    return option.casts_cached / _MIB if len(set(profile.cast_epochs)) == 1 else 0.0
+
+
 def counts(profile: Profile) -> bool:
     """Whether blocks are alike, so that it is enough to count them."""
     return len(profile.blocks) == 1 and len({path for path, _ in profile.order}) == len(
@@ -225,6 +230,7 @@ def _choose_counts(profile: Profile, budget: int, effort: dict[str, float]) -> C
     menu = sorted(profile.blocks[0].options, key=_backward_peak, reverse=True)
     count, many = len(profile.order), len(menu)
     room, passed = _room(profile, budget), min(profile.passed[1:], default=0)
+    casts = [_cached(profile, option) for option in menu]
     # How many, whether any, which is first; then the largest move and two waits.
     any_, first, flying = many, 2 * many, 3 * many
     out, into, columns = flying + 1, flying + 2, flying + 3
@@ -240,12 +246,20 @@ def _choose_counts(profile: Profile, budget: int, effort: dict[str, float]) -> C
     for k, option in enumerate(menu):
         rows.add([(any_ + k, float(count)), (k, -1.0)], 0, np.inf)
         held = [*((i, _held(menu[i], passed)) for i in range(k + 1)), *back]
-        peaks = option.backward_peak / _MIB, option.forward_peak / _MIB - _held(option, passed)
-        for peak in peaks:
-            rows.add([*held, (any_ + k, peak), (flying, 1.0)], -np.inf, room)
+        forward = [(i, nbytes + casts[i]) for i, nbytes in held[: k + 1]] + back
+        peak = option.forward_peak / _MIB - _held(option, passed) - casts[k]
+        rows.add([*forward, (any_ + k, peak), (flying, 1.0)], -np.inf, room)
+        there = held if not profile.casts_in_backward else [*held, *enumerate(casts)]
+        peak = option.backward_peak / _MIB
+        rows.add([*there, (any_ + k, peak), (flying, 1.0)], -np.inf, room)
         rows.add([(flying, 1.0), (any_ + k, -option.bytes_moved / _MIB)], 0, np.inf)
     held = [*((i, _held(option, passed)) for i, option in enumerate(menu)), *back]
-    rows.add([*held, (flying, 1.0)], -np.inf, room - profile.rest_peak / _MIB)
+    there = [*held, *enumerate(casts)]
+    if any(casts):
+        rows.add([*there, (flying, 1.0)], -np.inf, room - profile.cached_rest_peak / _MIB)
+    if not profile.casts_in_backward:
+        there = held
+    rows.add([*there, (flying, 1.0)], -np.inf, room - profile.rest_peak / _MIB)
     for wait, name in ((out, "forward_seconds"), (into, "backward_seconds")):
         spare = [
             (k, getattr(option, name) - option.bytes_moved / (profile.bytes_per_second or 1.0))
@@ -302,19 +316,32 @@ def _choose_each(profile: Profile, budget: int, effort: dict[str, float]) -> Cho
     def column(block: int, index: int) -> int:
         return int(starts[block]) + index
 
+    casts: list[tuple[int, float]] = []
     for i, menu in enumerate(menus):
         rows.add([(column(i, k), 1.0) for k in range(len(menu))], 1, 1)
         before = [(held + i - 1, 1.0)] if i else []
         passed = profile.passed[i] if profile.passed else 0
-        sums = [(column(i, k), _held(option, passed)) for k, option in enumerate(menu)]
+        is_again = profile.order[i][0] in {path for path, _ in profile.order[:i]}
+        sums = [
+            (column(i, k), _held(option, passed) - is_again * option.casts_held / _MIB)
+            for k, option in enumerate(menu)
+        ]
         rows.add([*before, *sums, (held + i, -1.0)], 0, 0)
         peaks = [(column(i, k), option.forward_peak / _MIB) for k, option in enumerate(menu)]
-        rows.add([*before, *peaks, (flying, 1.0)], -np.inf, room)
+        rows.add([*before, *casts, *peaks, (flying, 1.0)], -np.inf, room)
+        if not is_again:
+            cached = [(column(i, k), _cached(profile, o)) for k, o in enumerate(menu)]
+            casts += [(place, nbytes) for place, nbytes in cached if nbytes]
+    there = casts if profile.casts_in_backward else []
+    for i, menu in enumerate(menus):
         peaks = [(column(i, k), option.backward_peak / _MIB) for k, option in enumerate(menu)]
-        rows.add([(held + i, 1.0), *peaks, (flying, 1.0)], -np.inf, room)
+        rows.add([(held + i, 1.0), *there, *peaks, (flying, 1.0)], -np.inf, room)
         moves = [(column(i, k), option.bytes_moved / _MIB) for k, option in enumerate(menu)]
         rows.add([*((c, -v) for c, v in moves), (flying, 1.0)], 0, np.inf)
-    rows.add([(held + count - 1, 1.0), (flying, 1.0)], -np.inf, room - profile.rest_peak / _MIB)
+    last = [(held + count - 1, 1.0), (flying, 1.0)]
+    rows.add([*last, *there], -np.inf, room - profile.rest_peak / _MIB)
+    if casts:
+        rows.add([*last, *casts], -np.inf, room - profile.cached_rest_peak / _MIB)
     _add_waits(rows, profile, menus, column, wait_out, wait_in)
     first: dict[str, int] = {}
     for i, (path, _) in enumerate(profile.order):  # a block that is called twice has one option

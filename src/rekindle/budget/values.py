@@ -7,6 +7,7 @@ from typing import Any
 
 from rekindle.budget import saving
 from rekindle.offload.options import FATE_OF_TIER, TierName
+from rekindle.selective.address import OpAddress
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,17 @@ class Option:
     """Bytes of what it is given that it does not hold, once its forward is over."""
     seconds_noise: float = 0.0
     """Seconds by which its runs, forward and backward, differed when it was measured."""
+    casts_cached: int = 0
+    """Bytes of casts of its weights that autocast's cache alone holds after its forward."""
+    casts_held: int = 0
+    """Bytes of such casts that it holds itself until its backward; part of `bytes_held`."""
+    kept_ops: tuple[OpAddress, ...] = ()
+    """With `select`: where the ops of `kept` are, by which they are found in a step.
+
+    Empty in a plan of an older file, and where nothing is kept: then the numbers count.
+    """
+    offloaded_ops: tuple[OpAddress, ...] = ()
+    """The same for `offloaded`, with `select`."""
 
     @property
     def seconds(self) -> float:
@@ -102,7 +114,9 @@ def option_of(values: dict[str, Any]) -> Option:
         if not all(type(number) is int for number in values[name]):
             raise ValueError(f"{name} should be numbers, but got {values[name]!r}")
     names = ("kept", "offloaded", "derived", "kept_names", "offloaded_names", "derived_names")
-    lists = {name: tuple(values[name]) for name in names}
+    lists: dict[str, tuple[Any, ...]] = {name: tuple(values[name]) for name in names}
+    for name in ("kept_ops", "offloaded_ops"):
+        lists[name] = tuple(OpAddress(**address) for address in values.get(name, ()))
     return Option(**{**values, **lists})
 
 
@@ -160,6 +174,12 @@ class Profile:
     """The peak of a step with every block recomputed, as it was measured."""
     planning_peak: int | None = None
     """The peak of measuring all this; None where nothing was allocated."""
+    cast_epochs: tuple[int, ...] = ()
+    """How often autocast's cache of casts was emptied before each place; none without autocast."""
+    cached_rest_peak: int = 0
+    """As `rest_peak`, while autocast's cache holds the casts of the blocks' weights."""
+    casts_in_backward: bool = False
+    """Whether autocast's cache holds casts until the step ends."""
 
     def options(self, position: int) -> tuple[Option, ...]:
         """The menu at one place of the forward."""
@@ -190,6 +210,7 @@ def _profile_of(values: dict[str, Any]) -> Profile:
     passed = tuple(values.pop("passed", ()))
     inputs = tuple(tuple(shape) for shape in values.pop("inputs", ()))
     unused = tuple(values.pop("unused", ()))
+    epochs = tuple(values.pop("cast_epochs", ()))
     return Profile(
         blocks=blocks,
         order=order,
@@ -197,6 +218,7 @@ def _profile_of(values: dict[str, Any]) -> Profile:
         passed=passed,
         inputs=inputs,
         unused=unused,
+        cast_epochs=epochs,
         **values,
     )
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rekindle.internals import storage_key
-from rekindle.selective.record import Held, Hooks, Value, nbytes_of
+from rekindle.internals import any_autocast, storage_key
+from rekindle.selective.address import is_parameter
+from rekindle.selective.casts import CAST, cast_parameter
+from rekindle.selective.record import Call, Held, Hooks, Value, nbytes_of
 
 _SMALL = 1 << 18
 _MANY = 16
@@ -35,6 +37,7 @@ class Book:
         self.just_saved: set[Value] = set()
         """What autograd saved since the last op: Note [What an op saves before it runs]."""
         self._many = _MANY
+        self._under_autocast = any_autocast()  # where ops are recorded, it is off
 
     def find(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if the region has met it and it still has the same memory."""
@@ -47,6 +50,9 @@ class Book:
         """The value of a tensor; one that the region did not make is held as it is."""
         value = self.find(tensor)
         if value is None:
+            parameter = cast_parameter(tensor) if self._under_autocast else None
+            if parameter is not None:
+                return self._cast_of(parameter, tensor)
             value = Value(None)
             if _may_be_a_buffer(tensor):
                 value.hold(Held(_copy(tensor), None, self._hooks))
@@ -54,6 +60,23 @@ class Book:
             else:
                 self.hold(tensor, value, None)
         return value
+
+    def _cast_of(self, parameter: nn.Parameter, cast: Tensor) -> Value:
+        """The value of a cast of a parameter from outside the region: it is made again."""
+        source = self.value_of(parameter)
+        call = Call(CAST, (source,), {"dtype": cast.dtype}, [source])
+        value = Value(call)
+        value.is_fixed = True
+        call.outs.append(ref(value))
+        self.enter(cast, value)
+        return value
+
+    def is_fixed(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, or parameters alone decide it."""
+        found = self._known.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            return found[1].is_fixed
+        return is_parameter(tensor)
 
     def noted(self, args: Any, inputs: list[Value]) -> Any:
         """Arguments of an op with values in place of tensors; these are added to the inputs."""
@@ -87,6 +110,7 @@ class Book:
 
     def hold(self, tensor: Tensor, value: Value, maker: Any) -> None:
         """Hold a tensor that autograd has marked."""
+        value.is_fixed = is_parameter(tensor)
         is_leaf = tensor.is_leaf and tensor.requires_grad
         value.hold(Held(tensor, maker, None if is_leaf else self._hooks))
         self._enter_held(tensor, value)

@@ -14,6 +14,12 @@ from rekindle.internals import ASKS_DEVICE, FAKE, PROXY, capturing, entered_mode
 from rekindle.replay import rng as random_state
 from rekindle.replay.switches import recomputing
 from rekindle.selective import backends
+from rekindle.selective.address import (
+    AddressBook,
+    block_of,
+    depends_on_parameters_alone,
+    forget,
+)
 from rekindle.selective.book import Book
 from rekindle.selective.contexts import Counter
 from rekindle.selective.fates import AS_PLANNED, Fate
@@ -88,6 +94,12 @@ class RecordMode(TorchDispatchMode):
         self.book = Book(hooks)
         self._ops = _remembered(policy)
         self._by_number = policy.by_number
+        self._by_address = policy.by_address
+        self._addresses: AddressBook | None = None
+        if policy.by_address:
+            self._block = block_of(region.function)
+            if self._block is not None:
+                self._addresses = AddressBook(policy.by_address, self._block)
         self._counter = Counter(region)
         self._fake = entered_mode(FAKE)
         self._tracer = entered_mode(PROXY)
@@ -163,6 +175,8 @@ class RecordMode(TorchDispatchMode):
                 self.book.close(failed)
         finally:
             pause(self._tiers, failed)
+        if self._addresses is not None and not failed:
+            self._check_addresses(self._addresses)
 
     def _hooks_of(self, fate: Fate) -> Hooks | None:
         """Who is to hold what has a fate: hooks around the region, if any, such as a region's.
@@ -220,7 +234,9 @@ class RecordMode(TorchDispatchMode):
         if book.just_saved:
             book.just_saved.clear()
         fate = op.fate
-        if self._by_number is not None:
+        if self._by_address is not None:
+            fate = self._fate_at_address(op.name, args)
+        elif self._by_number is not None:
             fate = self._by_number.get(self._counter.number, _RECOMPUTE)
         elif fate is None or op.keeps_inputs:
             fate = self._ask(op, out, args, kwargs)
@@ -238,8 +254,10 @@ class RecordMode(TorchDispatchMode):
             call.switches = backends.take()
         if op.kind is _VIEW and fate is not _RECOMPUTE and is_of_a_parameter(call):
             fate = _RECOMPUTE  # whose memory may be exchanged
+        is_fixed = self._addresses is not None and _are_fixed(inputs)
         for tensor in tensors:
             value = Value(call)
+            value.is_fixed = is_fixed
             call.outs.append(ref(value))
             if fate is not _RECOMPUTE or (type(tensor) is not Tensor and tensor.is_nested):
                 at_once = fate in AS_PLANNED.values()
@@ -269,6 +287,21 @@ class RecordMode(TorchDispatchMode):
                     book.hold(tensor, Value(None), func)
         return out
 
+    def _fate_at_address(self, name: str, args: tuple[Any, ...]) -> Fate:
+        """The fate of an op's result by its address."""
+        addresses = self._addresses
+        if addresses is None or name not in addresses.counts:
+            return _RECOMPUTE
+        if depends_on_parameters_alone(args, self.book.is_fixed):
+            return _RECOMPUTE
+        return addresses.fate_of_next(name)
+
+    def _check_addresses(self, addresses: AddressBook) -> None:
+        """Have the policy see whether the block ran what it was planned for."""
+        block = self._block
+        if block is not None and not self._policy.matches(addresses, type(block).__name__):
+            forget(block)
+
     def _ask(self, op: "_Op", out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fate:
         """Ask the policy what becomes of an op's result, and of what it was given."""
         if op.is_ignored:
@@ -295,12 +328,14 @@ class _Op:
     """How an op is treated under a policy."""
 
     __slots__ = (
-        *("fate", "func", "is_ignored", "keeps_inputs", "kind", "needs_grad", "needs_switches"),
+        *("fate", "func", "is_ignored", "keeps_inputs", "kind", "name", "needs_grad"),
+        "needs_switches",
     )
 
     def __init__(self, func: Any) -> None:
         self.func = func  # so that its id, by which this is found, stays its own
         self.kind = kind_of(func)
+        self.name = func.name() if hasattr(func, "name") else str(func)
         self.is_ignored = func in SAC_IGNORED_OPS
         self.fate: Fate | None = None
         """What the policy said of it, if it says the same every time."""
@@ -320,6 +355,11 @@ _OPS: dict[int, _Op] = {}
 
 def _remembered(policy: "Policy") -> dict[int, _Op]:
     return _ops_of.setdefault(policy, {}) if policy.by_op_alone else _OPS
+
+
+def _are_fixed(inputs: list[Value]) -> bool:
+    """Whether parameters alone decide all that an op was given."""
+    return bool(inputs) and inputs[0].is_fixed and all(value.is_fixed for value in inputs)
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -14,6 +14,7 @@ import torch
 
 from rekindle.compiled.frames import break_graph
 from rekindle.errors import RekindleError
+from rekindle.selective.address import AddressBook, Fates
 from rekindle.selective.contexts import contexts_of
 from rekindle.selective.fates import FOR_TORCH, Fate, fate_of
 from rekindle.selective.op_sets import ATTENTION, MATMULS, REDUCTIONS, ROUTING
@@ -41,6 +42,12 @@ class Policy:
 
     by_number: Mapping[int, Fate] | None = None
     """If the number of an op in its region alone decides: the fates that are not `recompute`."""
+    by_address: Fates | None = None
+    """If the address of an op in its block alone decides: the fates that are not `recompute`."""
+
+    def matches(self, ran: AddressBook, block: str) -> bool:  # noqa: ARG002
+        """Whether a block ran what a policy by addresses was made for: asked after each call."""
+        return True
 
     @property
     def by_op_alone(self) -> bool:

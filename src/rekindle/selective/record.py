@@ -115,11 +115,13 @@ def _told(maker: Any) -> str:
 class Value:
     """One tensor of a recorded region: held, or to be made by the call that made it."""
 
-    __slots__ = ("__weakref__", "held", "maker", "now")
+    __slots__ = ("__weakref__", "held", "is_fixed", "maker", "now")
 
     def __init__(self, maker: "Call | None", held: "Held | None" = None) -> None:
         self.maker = maker
         self.held = held
+        self.is_fixed = False
+        """Whether parameters alone decide it, as their casts."""
         self.now: Tensor | None = None
         """The tensor while backward has use for it, if it was made again."""
 

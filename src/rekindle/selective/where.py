@@ -20,7 +20,7 @@ from rekindle.compiled import where as traced
 from rekindle.compiled.handover import TorchSelectiveContext
 from rekindle.replay.ambient import names
 
-_CALL = nn.Module._call_impl.__code__
+CALL = nn.Module._call_impl.__code__
 
 
 class SelectiveCheckpointContext(TorchSelectiveContext):
@@ -128,7 +128,7 @@ def module_path() -> str:
     regions: list[tuple[Any, int]] = []
     for frame in _stack():
         code = frame.f_code
-        if code is _CALL:
+        if code is CALL:
             modules.append(frame.f_locals["self"])
         elif code in replays:
             above, parent = frame.f_locals["self"].path or ("", None)
@@ -150,7 +150,7 @@ def path_in(region: Any) -> str | None:
         return None
     modules: list[nn.Module] = []
     for frame in _stack():
-        if frame.f_code is _CALL:
+        if frame.f_code is CALL:
             modules.append(frame.f_locals["self"])
         elif frame.f_code in forwards and frame.f_locals.get("region") is region:
             return _joined("", [*modules, root])

@@ -1,0 +1,110 @@
+"""Casts of weights that autocast caches: from the weight's first use until autocast is left.
+
+Note [How long casts live]. In a step, autocast casts a weight in the block that uses it first, and
+holds the cast in a cache until the outermost `torch.autocast` is left: usually when the forward and
+the loss are done, before the backward. A block that keeps its activations holds the casts that its
+products saved until its own backward; a block that is recomputed casts its weights again in its
+replay. So each block alone is run as a forward of its own: the cache is empty when it begins and
+emptied when it ends, and what is freed then is what only the cache held.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from rekindle.internals import without_modes
+from rekindle.replay import ambient
+
+
+@contextmanager
+def forward_in(around: ambient.Ambient | None) -> Iterator[None]:
+    """Enter what was around a block, for one forward: no weight is cast yet, and no cast stays."""
+    if around is None:
+        yield
+        return
+    has_autocast = ambient.has_autocast(around)
+    if has_autocast:
+        torch.clear_autocast_cache()
+    try:
+        with ambient.entered(around):
+            yield
+    finally:
+        if has_autocast:
+            torch.clear_autocast_cache()
+
+
+class _HandedOver(torch.autograd.Function):
+    """The same tensor as the result of an op."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ARG004
+        return grads[0]
+
+
+def handed_over(call: Any) -> Any:
+    """A block's arguments as another block would hand them over: not as leaves of the graph.
+
+    Autocast caches casts of leaves, so a leaf would be cast once where an activation is cast by
+    each op that uses it.
+    """
+
+    def handed(leaf: Any) -> Any:
+        if type(leaf) is not Tensor or not leaf.requires_grad:
+            return leaf
+        return _HandedOver.apply(leaf)  # type: ignore[no-untyped-call]
+
+    return tree_map(handed, call)
+
+
+class CacheWatch:
+    """Tells when autocast's cache is emptied: by the end of a cast of its own that is in it."""
+
+    def __init__(self, on_emptied: Callable[[], None]) -> None:
+        self._on_emptied = on_emptied
+        self._finalizer: weakref.finalize[..., Any] | None = None
+
+    @property
+    def holds_casts(self) -> bool:
+        """Whether the cache is as it was when it was last watched."""
+        return self._finalizer is not None and self._finalizer.alive
+
+    def watch(self, device: torch.device) -> None:
+        """Watch the cache, if autocast is on for a device and caches casts."""
+        if self.holds_casts or not torch.is_autocast_enabled(device.type):
+            return
+        if not torch.is_autocast_cache_enabled():
+            return
+        with without_modes(), torch.enable_grad(), _LastCast() as last:  # type: ignore[no-untyped-call]
+            leaf = torch.ones(1, 1, device=device, dtype=torch.float32, requires_grad=True)
+            torch.mm(leaf, leaf)
+        if last.storage is not None:
+            self._finalizer = weakref.finalize(last.storage, self._on_emptied)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
+
+class _LastCast(TorchDispatchMode):
+    """Notes the storage that the last cast made."""
+
+    storage: torch.UntypedStorage | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.storage = out.untyped_storage()
+        return out
