@@ -80,8 +80,9 @@ class Plan:
         return any(option.offloaded for _, _, option in self.blocks)
 
     def measured(self, peak: int, seconds: float) -> "Plan":
-        """The plan, with what a step really took."""
-        return replace(self, measured_peak=peak, measured_time=seconds)
+        """The plan, with what a step really took: a plain one takes no longer than that."""
+        plain = min(self.plain_time, seconds)
+        return replace(self, measured_peak=peak, measured_time=seconds, plain_time=plain)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""

@@ -54,7 +54,7 @@ def plan_by(
         predicted_peak=found.peak,
         predicted_time=found.seconds,
         plain_peak=plain.peak,
-        plain_time=plain.seconds,
+        plain_time=min(plain.seconds, found.seconds),  # a plan only adds to a plain step
         gap=gap,
         peak_at=found.at,
         blocks=tuple(

@@ -20,6 +20,7 @@ from rekindle.budget.memory import metered_as_a_whole
 from rekindle.budget.names import named
 from rekindle.budget.options import deriving, offloading, selecting, undominated, with_casts
 from rekindle.budget.outline import Seen, outline
+from rekindle.budget.plausible import at_least, plausible
 from rekindle.budget.progress import each, tell
 from rekindle.budget.simulate import cached_after_blocks, simulate
 from rekindle.budget.static import static_bytes
@@ -210,8 +211,9 @@ def _menu(run: Lone, bench: Bench) -> tuple[Option, ...]:
     candidates += [selecting(kept, graph) for kept in keep_sets(graph)]
     candidates = agreed(candidates)  # a block that is sharded is gathered by all ranks at a time
     options = [run.measured(option) for option in each(candidates, "option")]
+    options = plausible(options, run.timed_again)
     if bench.bytes_per_second:
-        whole = run.measured(Option("derive"))  # keeps all, but can send it away
+        whole = at_least(run.measured(Option("derive")), options[0])  # keeps all, but can send it
         host = _host_of_a_move(run, whole, graph, bench.tier)
         several = [whole, *(o for o in options if o.fate in ("derive", "select"))]
         options += [

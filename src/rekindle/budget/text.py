@@ -22,7 +22,7 @@ def format_profile(profile: Profile) -> str:
 
 def format_plan(plan: Plan) -> str:
     """What happens to which blocks, and what it costs."""
-    time = plan.predicted_time / plan.plain_time if plan.plain_time else 1.0
+    time = max(plan.predicted_time / plan.plain_time, 1.0) if plan.plain_time else 1.0
     plain = f"(without a plan {format_bytes(plan.plain_peak)})"
     lines = [
         f"Plan for {plan.model} within {format_bytes(plan.budget)}",

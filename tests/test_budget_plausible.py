@@ -1,0 +1,109 @@
+"""No plan is faster than no plan: times that cannot be are measured again, or raised."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.budget import profiling
+from rekindle.budget.plausible import plausible
+from rekindle.budget.timing import DeviceClock
+from rekindle.budget.values import BlockProfile, Option, Profile
+from tests.toys import Stack
+
+pytest.importorskip("scipy")
+
+from rekindle.budget.planning import plan_by
+from rekindle.budget.simulate import simulate
+
+KEEP = Option("keep", bytes_held=9, forward_seconds=1.0, backward_seconds=2.0)
+FAST = Option("recompute", bytes_held=1, forward_seconds=1.0, backward_seconds=1.5)
+SLOW = replace(FAST, backward_seconds=3.0)
+
+
+def refuse(_options: list[Option]) -> list[Option]:
+    raise AssertionError("nothing is impossible")
+
+
+def test_times_that_can_be_are_left_alone() -> None:
+    assert plausible([KEEP, SLOW], refuse) == [KEEP, SLOW]
+
+
+def test_a_recompute_that_is_faster_than_to_keep_is_measured_again_with_all_others() -> None:
+    asked = []
+
+    def again(options: list[Option]) -> list[Option]:
+        asked.append(options)
+        return [replace(options[0], backward_seconds=1.0), *options[1:]]
+
+    found = plausible([KEEP, FAST], again)
+    assert asked == [[KEEP, FAST]]
+    assert found == [replace(KEEP, backward_seconds=1.0), FAST]
+
+
+def test_what_is_impossible_still_takes_as_long_as_to_keep() -> None:
+    keep, recompute = plausible([KEEP, FAST], list)
+    assert keep == KEEP
+    assert (recompute.forward_seconds, recompute.backward_seconds) == (1.0, 2.0)
+
+
+def test_within_the_noise_nothing_is_measured_again() -> None:
+    near = replace(FAST, seconds_noise=0.6)
+    assert plausible([KEEP, near], refuse)[1].backward_seconds == 2.0
+
+
+def test_the_host_is_floored_too() -> None:
+    keep = replace(KEEP, forward_host=0.5, backward_host=0.5)
+    found = plausible([keep, replace(SLOW, forward_host=0.1, backward_host=0.7)], list)
+    assert (found[1].forward_host, found[1].backward_host) == (0.5, 0.7)
+
+
+class _Moody(DeviceClock):
+    """Seconds that are off by up to ten times."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        super().__init__(device)
+        self._draw = random.Random(seed)
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return super().seconds(begin, end) * 10 ** self._draw.uniform(-1, 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_option_is_predicted_to_be_faster_than_no_plan_whatever_the_clock_says(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    bench = replace(profiling.bench_of(cpu), clock=_Moody(cpu, seed))
+    monkeypatch.setattr(profiling, "bench_of", lambda *_: bench)
+    profile = rekindle.profile(Stack(3, 16), torch.randn(32, 16))
+    count = len(profile.order)
+    keep = [option for option in profile.blocks[0].options if option.fate == "keep"]
+    plain = simulate(profile, keep * count).seconds
+    for option in profile.blocks[0].options:
+        assert simulate(profile, [option] * count).seconds >= plain
+
+
+def plan_of(*options: Option) -> rekindle.Plan:
+    block = BlockProfile("Block", "Block", (KEEP, *options))
+    profile = Profile("Stack", "cpu", "", 0, 0, 0, 0.0, 0.0, (block,), (("blocks.0", 0),))
+    chosen = list(options)[-1:]
+    return plan_by(profile, 100, chosen, simulate(profile, chosen), 0.0)
+
+
+def test_a_plan_of_an_impossible_profile_is_not_printed_as_faster_than_no_plan() -> None:
+    plan = plan_of(FAST)
+    assert plan.plain_time == plan.predicted_time == 2.5
+    assert "(1.00x without a plan)" in str(plan)
+    assert "(1.00x without a plan)" in str(replace(plan, plain_time=9.0))  # of an older file
+
+
+def test_a_measured_step_that_is_faster_than_a_plain_one_shows_that_the_plain_one_was_wrong() -> (
+    None
+):
+    plan = plan_of(SLOW).measured(1, 2.0)
+    assert (plan.plain_time, plan.predicted_time, plan.measured_time) == (2.0, 4.0, 2.0)
+    assert "(2.00x without a plan)" in str(plan)
