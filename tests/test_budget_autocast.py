@@ -17,6 +17,8 @@ from rekindle.budget.names import word_of
 from rekindle.budget.planning import plan_by
 from rekindle.budget.simulate import simulate
 from rekindle.budget.values import Option
+from rekindle.modules.caches import no_caches
+from rekindle.selective import by_save
 from rekindle.selective.address import OpAddress
 from rekindle.selective.book import Book
 from tests.toys import same_bits
@@ -191,6 +193,27 @@ _RESULTS = {"aten::native_layer_norm": 3}
 """Ops with more results than one."""
 
 
+def test_what_is_derived_in_a_step_under_autocast_is_what_the_plan_says(
+    case: Case, profile: rekindle.Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[tuple[int, ...], int]] = []
+    leave = by_save._Region.__exit__
+
+    def spy(region: by_save._Region, *error: object) -> None:
+        leave(region, *error)
+        found.append((tuple(region.derived), region._number + 1))
+
+    monkeypatch.setattr(by_save._Region, "__exit__", spy)
+    for option in profile.blocks[0].options:
+        if option.fate == "derive":
+            rekindle.apply(case.model, {path: what_of(option) for path, _ in profile.order})
+            found.clear()
+            with no_caches(case.model):
+                case()
+            rekindle.remove(case.model)
+            assert found == [(option.derived, option.saves)] * len(profile.order)
+
+
 def gradients(case: Case) -> list[Tensor]:
     torch.manual_seed(1)
     return list(torch.autograd.grad(case(), list(case.model.parameters())))
@@ -269,3 +292,44 @@ def test_a_block_that_runs_other_ops_says_that_its_plan_no_longer_matches(
 def test_a_plan_of_an_older_file_goes_by_numbers() -> None:
     policy = what_of(Option("select", (1,)))
     assert isinstance(policy, Numbered)
+
+
+def test_a_block_that_saves_other_tensors_says_that_its_plan_no_longer_matches() -> None:
+    does = Branching()
+    block, x = Block(does), torch.randn(4, 8, requires_grad=True)
+    saves = len(graph_of(block, x).saves)
+    rekindle.apply(block, {"": by_save.Saves(frozenset(), frozenset(), count=saves)})
+    block(x)
+    does.doubles = True
+    with torch.no_grad():
+        block(x)
+    with pytest.warns(UserWarning, match=f"autograd saved {saves} tensors there, and now"):
+        block(x)
+    block(x)  # said once
+    rekindle.remove(block)
+
+
+def test_a_block_in_evaluation_is_not_compared_with_its_plan() -> None:
+    does = Branching()
+    block, x = Block(does), torch.randn(4, 8, requires_grad=True)
+    (tanh,) = [op.address for op in graph_of(block, x).ops if op.name == "aten::tanh"]
+    assert tanh is not None
+    policy = Addressed(frozenset({tanh}), frozenset())
+    rekindle.apply(block, {"": policy})
+    does.doubles = True
+    block.eval()(x)
+    assert policy.by_address
+    rekindle.remove(block)
+
+
+def test_casts_count_where_autocast_is_around_the_whole_step() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(IDS).backward()  # casts are cached before the step is profiled
+        profile = rekindle.profile(model, IDS)
+        plan = rekindle.fit(model, IDS, "90%", profile=profile)
+    rekindle.remove(model)
+    assert profile.casts_in_backward
+    assert plan.measured_peak is not None
+    assert plan.measured_peak == pytest.approx(plan.predicted_peak, rel=0.02)

@@ -123,7 +123,8 @@ class Numbered(Policy):
 def what_of(option: Option) -> str | Policy | Saves:
     """The fate or the policy of a block that runs by an option."""
     if option.fate == "derive":
-        return Saves(frozenset(option.derived), frozenset(option.offloaded), option.tier)
+        numbers = frozenset(option.derived), frozenset(option.offloaded)
+        return Saves(*numbers, option.tier, option.saves)
     if option.fate != "select":
         return option.fate
     if option.kept_ops or option.offloaded_ops:

@@ -138,6 +138,7 @@ def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tupl
         known = [*model.parameters(), *model.buffers()]
         known += [p.grad for p in model.parameters() if p.grad is not None]
         known += step.tensors()
+        torch.clear_autocast_cache()  # so that casts count which an autocast around `fit` holds
         with metered(device, known) as meter:
             meter.reset()
             step()

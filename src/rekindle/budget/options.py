@@ -13,7 +13,12 @@ def deriving(derivable: tuple[int, ...], graph: Graph) -> list[Option]:
     sizes = {n: graph.values[v].nbytes for n in derivable if (v := graph.saves[n]) is not None}
     large = tuple(n for n, nbytes in sizes.items() if 2 * nbytes >= max(sizes.values()))
     sets = dict.fromkeys((large, derivable))
-    return [Option("derive", derived=numbers) for numbers in sets if numbers]
+    return [keeping_saves(graph, numbers) for numbers in sets if numbers]
+
+
+def keeping_saves(graph: Graph, derived: tuple[int, ...] = ()) -> Option:
+    """To keep what autograd saves, but for what one op gives back."""
+    return Option("derive", derived=derived, saves=len(graph.saves))
 
 
 def selecting(kept: frozenset[int], graph: Graph) -> Option:

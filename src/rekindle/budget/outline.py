@@ -75,6 +75,7 @@ def outline(
     known = [*step.model.parameters(), *step.model.buffers()]
     known += [p.grad for p in step.model.parameters() if p.grad is not None]
     known += step.tensors()
+    torch.clear_autocast_cache()  # so that casts count which an autocast around all this holds
     with metered(device, known) as meter:
         watch = _Watch(step.model, blocks, meter, device)
         with watch.entered():

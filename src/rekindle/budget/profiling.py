@@ -18,7 +18,14 @@ from rekindle.budget.graph import Graph
 from rekindle.budget.link import bytes_per_second
 from rekindle.budget.memory import metered_as_a_whole
 from rekindle.budget.names import named
-from rekindle.budget.options import deriving, offloading, selecting, undominated, with_casts
+from rekindle.budget.options import (
+    deriving,
+    keeping_saves,
+    offloading,
+    selecting,
+    undominated,
+    with_casts,
+)
 from rekindle.budget.outline import Seen, outline
 from rekindle.budget.plausible import at_least, plausible
 from rekindle.budget.progress import each, tell
@@ -213,7 +220,7 @@ def _menu(run: Lone, bench: Bench) -> tuple[Option, ...]:
     options = [run.measured(option) for option in each(candidates, "option")]
     options = plausible(options, run.timed_again)
     if bench.bytes_per_second:
-        whole = at_least(run.measured(Option("derive")), options[0])  # keeps all, but can send it
+        whole = at_least(run.measured(keeping_saves(graph)), options[0])
         host = _host_of_a_move(run, whole, graph, bench.tier)
         several = [whole, *(o for o in options if o.fate in ("derive", "select"))]
         options += [

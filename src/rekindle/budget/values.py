@@ -55,6 +55,8 @@ class Option:
     """Bytes of casts of its weights that autocast's cache alone holds after its forward."""
     casts_held: int = 0
     """Bytes of such casts that it holds itself until its backward; part of `bytes_held`."""
+    saves: int = 0
+    """With `derive`: how many tensors autograd saves in the block; 0 if that is not known."""
     kept_ops: tuple[OpAddress, ...] = ()
     """With `select`: where the ops of `kept` are, by which they are found in a step.
 

@@ -5,6 +5,7 @@ others that are saved anyway. Numbers count what autograd saves in the region. I
 another way than the one they were found in, other tensors go or stay, and gradients are the same.
 """
 
+import warnings
 from _thread import RLock
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -37,6 +38,7 @@ from rekindle.offload.context import kept
 from rekindle.offload.derive import Derivation, derivation_of
 from rekindle.offload.options import FATE_OF_TIER, TierName
 from rekindle.replay.switches import recomputing
+from rekindle.selective.address import block_of
 from rekindle.selective.fates import AS_PLANNED
 from rekindle.selective.tiers import hooks_of, pause
 
@@ -50,6 +52,8 @@ class Saves:
     offloaded: frozenset[int]
     tier: TierName = "host"
     """Where those go."""
+    count: int = 0
+    """How many tensors the region saved when the numbers were found; 0 if that is not known."""
 
     def around(
         self, function: Callable[..., Any], trusted: dict[int, bool]
@@ -89,6 +93,7 @@ class _Region:
     ) -> None:
         self._saves = saves
         self._trusted = trusted
+        self._block = block_of(function) if saves.count else None
         self._fate = AS_PLANNED[saves.tier]
         self._send = hooks_of(self._fate)[0]
         self._number = -1
@@ -107,6 +112,23 @@ class _Region:
         pop_hooks()
         if self._saves.offloaded:
             pause([self._fate], failed=error[0] is not None)
+        if self._block is not None and error[0] is None:
+            self._check_count(self._block)
+
+    def _check_count(self, block: nn.Module) -> None:
+        """Say so, once, if the region saves more or fewer tensors than it was planned for."""
+        found, planned = self._number + 1, self._saves.count
+        if found == planned or not (block.training and torch.is_grad_enabled()):
+            return
+        if self._trusted.setdefault(_TOLD, False):
+            return
+        self._trusted[_TOLD] = True
+        warnings.warn(
+            f"The plan no longer matches a {type(block).__name__}: when it was made, autograd "
+            f"saved {planned} tensors there, and now {found}. Gradients are right; memory and time "
+            "may differ from the plan. Fit the model again.",
+            stacklevel=2,
+        )
 
     def _pack(self, x: Tensor) -> Any:
         """What autograd gets in place of a tensor that it saves."""
@@ -164,6 +186,8 @@ def _foreign_mode() -> bool:
     )
 
 
+_TOLD = -1
+"""In place of a number: whether it was said that the plan no longer matches."""
 _CURE = "change it after the backward, or rekindle.remove() what the model runs by."
 
 

@@ -299,7 +299,9 @@ class RecordMode(TorchDispatchMode):
     def _check_addresses(self, addresses: AddressBook) -> None:
         """Have the policy see whether the block ran what it was planned for."""
         block = self._block
-        if block is not None and not self._policy.matches(addresses, type(block).__name__):
+        if block is None or not block.training:  # then dropout does not run, and no plan is for it
+            return
+        if not self._policy.matches(addresses, type(block).__name__):
             forget(block)
 
     def _ask(self, op: "_Op", out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fate:
