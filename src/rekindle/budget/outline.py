@@ -24,6 +24,7 @@ from rekindle.budget.memory import Meter, metered, storages_of, unmetered
 from rekindle.budget.shapes import elements, input_shapes
 from rekindle.budget.step import Step
 from rekindle.budget.timing import Clock
+from rekindle.budget.turns import on_this_thread
 from rekindle.errors import RekindleError
 from rekindle.internals import storage_key
 from rekindle.modules.application import apply, undo
@@ -120,13 +121,14 @@ class _Watch:
     def entered(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.callback(self._casts.close)
-            called = self._model.register_forward_pre_hook(self._called, with_kwargs=True)
-            stack.callback(called.remove)
+            called = on_this_thread(self._called)
+            hook = self._model.register_forward_pre_hook(called, with_kwargs=True)
+            stack.callback(hook.remove)
             for path, block in self._blocks.items():
-                before = partial(self._before, path)
+                before = on_this_thread(partial(self._before, path))
                 hooks = (
                     block.register_forward_pre_hook(before, with_kwargs=True),
-                    block.register_forward_hook(self._after),
+                    block.register_forward_hook(on_this_thread(self._after)),
                 )
                 for hook in hooks:
                     stack.callback(hook.remove)
@@ -194,10 +196,11 @@ def _gather_calls(step: Step, blocks: dict[str, nn.Module], key_of: KeyOf, seen:
     gathering = _Gathering(key_of)
     with ExitStack() as stack:
         for path, block in blocks.items():
-            before = partial(gathering.before, path)
+            before = on_this_thread(partial(gathering.before, path))
             hook = block.register_forward_pre_hook(before, with_kwargs=True)
             stack.callback(hook.remove)
-            stack.callback(block.register_forward_hook(gathering.after).remove)
+            after = on_this_thread(gathering.after)
+            stack.callback(block.register_forward_hook(after).remove)
         loss = step.loss()
         gathering.ended()
     if has_others():

@@ -9,6 +9,7 @@ import logging
 import re
 import sys
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -54,20 +55,23 @@ class Standing:
         self._larger: Shapes = ()
         """The shapes of the last call, if it was larger."""
         self._has_said = False
+        self._threads: set[int] = set()
+        """The threads that have called the model."""
 
     def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """The model is called."""
-        if torch.compiler.is_compiling() or not (self.is_on and model.training):
+        if torch.compiler.is_compiling() or not model.training:
             return
         if recomputing.get() or not torch.is_grad_enabled():
             return
         with turn_of(model):  # which another thread may have, to plan the model again
-            standing = _on(model)
+            standing = _on(model)  # none while this thread measures the model
             if standing is not None:
                 standing._see_shapes(model, args, kwargs)
 
     def _see_shapes(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Plan the model again, or say that a step may peak higher, if it is called with more."""
+        self._threads.add(get_ident())
         shapes = input_shapes(args, kwargs)
         self._larger = shapes if elements(shapes) > self._room else ()
         if not self._larger:
@@ -90,6 +94,8 @@ class Standing:
             return "the plan was applied, not fitted"
         if has_others():
             return "ranks would have to agree on when; call rekindle.fit on all of them"
+        if len(self._threads) > 1:
+            return "several threads train it, and another may be in the middle of a step"
         if top_hooks(False) is not None:
             return "it is called inside a region, or under saved-tensor hooks"
         if func_transform() is not None or capturing():
@@ -114,6 +120,9 @@ class Standing:
                 f"{type(model).__name__} is called with {larger}, and there is no plan for that: "
                 f"{error}"
             ) from error
+        standing = _on(model)
+        assert standing is not None, "the plan was applied"
+        standing._threads |= self._threads
         if was is not None:  # the call that runs has it in its hand
             now = forward_of(model)
             was.way, was.is_on = "plain" if now is None else now.way, True

@@ -34,8 +34,11 @@ def _parameters(kind: type[nn.Module]) -> list[str]:
         return []
 
 
-def _without_cache(position: int, always: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    if not (module.training or always):
+def _without_cache(
+    position: int, always: bool, module: nn.Module, args: Any, kwargs: Any = None
+) -> Any:
+    # Without keyword arguments: another thread took the hook off after this call had begun.
+    if not (module.training or always) or kwargs is None:
         return None
     if len(args) > position:
         return (*args[:position], False, *args[position + 1 :]), kwargs
