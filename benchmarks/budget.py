@@ -29,6 +29,7 @@ from benchmarks.strategies import (
 )
 from benchmarks.workload import Comparison, Forward, Workload
 from rekindle.budget.fitting import fastest_within
+from rekindle.budget.step import Step
 from rekindle.modules.application import undo
 
 SHARES = (0.7, 0.6, 0.5, 0.35, 0.2)
@@ -85,7 +86,7 @@ def measure(shape: Shape, device: str, seconds: float) -> tuple[list[BudgetResul
         total: Tensor = work.decoder(work.x).sum()
         return total
 
-    profile = rekindle.profile(work.decoder, loss)
+    profile, step = rekindle.profile(work.decoder, loss), Step(work.decoder, loss)
     profiled = time.perf_counter() - start
     start = time.perf_counter()
     base = profile.static_bytes
@@ -96,7 +97,7 @@ def measure(shape: Shape, device: str, seconds: float) -> tuple[list[BudgetResul
     for share in SHARES:
         limit = base + int(share * plain_peak)
         with suppress(rekindle.BudgetError):  # too little
-            plans[f"rekindle, {share}"] = fastest_within(work.decoder, loss, limit, profile)
+            plans[f"rekindle, {share}"] = fastest_within(step, limit, profile)
     plans[LEAST] = points[-1].plan
     solved = time.perf_counter() - start
     print(profile)

@@ -52,7 +52,9 @@ def measure(shape: Shape, device: str, layers: int) -> Planning:
     taken = [seconds(lambda: work.step(plain)) for _ in range(SOLVES)]
     rekindle.remove(work.decoder)
     found = []
-    profiled = seconds(lambda: found.append(rekindle.profile(work.decoder, work.x)))
+    profiled = seconds(
+        lambda: found.append(rekindle.profile(work.decoder, lambda: work.decoder(work.x).sum()))
+    )
     (profile,) = found
     solved = [seconds(lambda: rekindle.solve(profile, "50%")) for _ in range(SOLVES)]
     return Planning(

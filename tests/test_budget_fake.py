@@ -17,8 +17,10 @@ import rekindle
 from benchmarks.decoder import Decoder, Shape
 from rekindle.budget.devices import DEVICES, Device, Efficiency, OpClock, device_named, device_of
 from rekindle.budget.fake import faked
+from rekindle.budget.fitting import try_out
 from rekindle.budget.graph import Graph
 from rekindle.budget.planning import plain_prediction
+from rekindle.budget.step import Step
 from rekindle.budget.values import Option
 from rekindle.modules.forward import forward_of
 from tests.test_budget_fit import CASES, Case, step, unchanged
@@ -337,8 +339,7 @@ def test_a_plan_made_on_the_meta_device_keeps_the_real_step_within_its_budget() 
     far = batch.detach().to("meta").requires_grad_()
     profile = rekindle.profile(meta, far, device="meta", like="cpu")
     plan = rekindle.solve(profile, "60%")
-    peak, _ = rekindle.budget.fitting.try_out(model, batch, plan, profile)
-    assert peak <= plan.budget
+    assert try_out(Step(model, batch), plan, profile).peak <= plan.budget
 
 
 def test_a_device_may_be_described() -> None:

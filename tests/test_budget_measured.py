@@ -23,9 +23,9 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], tuple[rekindl
     def fit(seconds: Measure) -> tuple[rekindle.Plan, int]:
         tried = []
 
-        def try_out(_model: Any, _batch: Any, plan: rekindle.Plan, _profile: Any) -> Any:
+        def try_out(_step: Any, plan: rekindle.Plan, _profile: Any) -> fitting.Trial:
             tried.append(plan)
-            return plan.predicted_peak, seconds(plan)
+            return fitting.Trial(plan.predicted_peak, seconds(plan))
 
         monkeypatch.setattr(fitting, "try_out", try_out)
         model = Stack(6, 64)

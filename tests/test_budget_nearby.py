@@ -139,9 +139,10 @@ def test_a_fit_that_had_to_aim_lower_tells_of_budgets_as_they_were_asked_for(
     model, x = Stack(6, 16), torch.randn(512, 16, requires_grad=True)
     profile, tried = rekindle.profile(model, x), []
 
-    def too_high_at_first(_model: Any, _batch: Any, plan: rekindle.Plan, _: Any) -> Any:
+    def too_high_at_first(_step: Any, plan: rekindle.Plan, _profile: Any) -> fitting.Trial:
         tried.append(plan)
-        return (limit + 1000 if len(tried) == 1 else limit), plan.predicted_time
+        peak = limit + 1000 if len(tried) == 1 else limit
+        return fitting.Trial(peak, plan.predicted_time)
 
     monkeypatch.setattr(front, "profile", lambda *_, **__: profile)
     monkeypatch.setattr(fitting, "try_out", too_high_at_first)

@@ -95,9 +95,10 @@ def test_the_last_plan_that_is_tried_is_the_least_there_is(
     least = solving.smallest(profile).prediction.peak
     monkeypatch.setattr(front, "profile", lambda *_, **__: profile)
 
-    def always_more(_model: Any, _batch: Any, plan: rekindle.Plan, _: Any) -> Any:
+    def always_more(_step: Any, plan: rekindle.Plan, _profile: Any) -> fitting.Trial:
         tried.append(plan)
-        return limit + (0 if plan.predicted_peak == least else 10_000_000), plan.predicted_time
+        peak = limit + (0 if plan.predicted_peak == least else 10_000_000)
+        return fitting.Trial(peak, plan.predicted_time)
 
     monkeypatch.setattr(fitting, "try_out", always_more)
     limit = planning.budget_bytes(profile, "80%")

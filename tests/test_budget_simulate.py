@@ -18,6 +18,7 @@ from benchmarks.decoder import Decoder, Shape
 from rekindle.budget.fitting import try_out
 from rekindle.budget.planning import plan_by
 from rekindle.budget.simulate import _ahead, simulate
+from rekindle.budget.step import Step
 from rekindle.budget.values import BlockProfile, Option, Profile
 from tests.toys import Block, Stack
 
@@ -322,7 +323,9 @@ def peaks(model: nn.Module, batch: Any) -> list[tuple[str, int, int]]:
     for options in plans(profile):
         prediction = simulate(profile, options)
         plan = plan_by(profile, 0, options, prediction, 0.0)
-        found.append((prediction.at, prediction.peak, try_out(model, batch, plan, profile)[0]))
+        found.append(
+            (prediction.at, prediction.peak, try_out(Step(model, batch), plan, profile).peak)
+        )
     return found
 
 
@@ -348,7 +351,7 @@ def test_a_plain_step_is_predicted_to_the_byte() -> None:
     model, batch = language()
     profile = rekindle.profile(model, batch)
     plan = rekindle.solve(profile, "100%")
-    assert try_out(model, batch, plan, profile)[0] == plan.plain_peak
+    assert try_out(Step(model, batch), plan, profile).peak == plan.plain_peak
 
 
 def test_a_plain_step_whose_blocks_let_go_of_what_they_are_given_is_predicted_to_the_byte() -> None:
@@ -359,7 +362,7 @@ def test_a_plain_step_whose_blocks_let_go_of_what_they_are_given_is_predicted_to
     options = [next(o for o in profile.options(i) if o.fate == "keep") for i in range(3)]
     prediction = simulate(profile, options)
     plan = plan_by(profile, 0, options, prediction, 0.0)
-    assert try_out(model, batch, plan, profile)[0] == prediction.peak + _LOSS
+    assert try_out(Step(model, batch), plan, profile).peak == prediction.peak + _LOSS
 
 
 class Collecting(nn.Module):
@@ -393,7 +396,7 @@ def test_what_somebody_else_holds_is_not_passed_on(kind: type[Collecting]) -> No
     profile = rekindle.profile(model, batch)
     assert profile.passed == (0, 0, 0)
     plan = rekindle.solve(profile, "100%")
-    assert try_out(model, batch, plan, profile)[0] <= plan.plain_peak
+    assert try_out(Step(model, batch), plan, profile).peak <= plan.plain_peak
 
 
 def test_blocks_that_save_their_output_let_go_of_nothing() -> None:

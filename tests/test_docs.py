@@ -12,6 +12,7 @@ import io
 import linecache
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,8 @@ def run(blocks: list[Block]) -> Iterator[tuple[Block, str]]:
     try:
         for block in blocks:
             code = compile("\n" * (block.line - 1) + block.code, PROGRAM, "exec")
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
+            with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings():
+                warnings.filterwarnings("error", "The loss is not in the plan")
                 exec(code, names)
             yield block, printed.getvalue()
     finally:

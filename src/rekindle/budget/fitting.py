@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,33 +31,52 @@ _LEARNING = 4
 
 def fit_again(model: nn.Module, call: Call, fitting: Fitting) -> Plan:
     """Fit a model that was fitted before, to a larger call of it."""
-    bench = profiling.bench_of(next(model.parameters()).device, fitting.spill)
-    measured = profiling.measure(model, call, fitting.optimizer_bytes, bench)
-    before = plan_of(model)
-    if before is not None:  # what a function does with the result is not seen: taken to grow too
-        rest = fitting.rest_peak * elements(measured.inputs) // max(elements(before.inputs), 1)
-        measured = replace(measured, rest_peak=max(measured.rest_peak, rest))
-        fitting = replace(fitting, rest_peak=rest)
-    plan = fitted(model, call, fitting.budget, measured)
+    measured = _measured_again(model, call, fitting)
+    if measured.loss != "given":
+        fitting = replace(fitting, loss=None)
+        before = plan_of(model)
+        if before is not None:  # what is outside the model is not seen: taken to grow too
+            larger = elements(measured.inputs), max(elements(before.inputs), 1)
+            fitting = fitting.grown(*larger)
+            rest = max(measured.rest_peak, fitting.rest_peak)
+            measured = replace(measured, rest_peak=rest, output_held=fitting.output_held)
+    plan = fitted(Step(model, call, fitting.loss), fitting.budget, measured)
     apply(model, plan)
     keep_fitted(model, fitting)
     return plan
 
 
-def fitted(model: nn.Module, batch: Any, budget: int | str, measured: Profile) -> Plan:
+def _measured_again(model: nn.Module, call: Call, fitting: Fitting) -> Profile:
+    """The profile of a larger call; without the loss that was given, if it fails on that.
+
+    It may know the labels of the first batch alone, as `lambda out: criterion(out, labels)` does.
+    """
+    bench = profiling.bench_of(next(model.parameters()).device, fitting.spill)
+    state = fitting.optimizer_bytes
+    if fitting.loss is None:
+        return profiling.measure(model, call, state, bench)
+    try:
+        return profiling.measure(model, call, state, bench, fitting.loss)
+    except Exception:
+        if not fitting.loss.failed:
+            raise
+    return profiling.measure(model, call, state, bench)
+
+
+def fitted(step: Step, budget: int | str, measured: Profile) -> Plan:
     """The plan for a budget that was tried out; the model ends as it was."""
     limit = budget_bytes(measured, budget)
-    plan = fastest_within(model, batch, limit, measured)
+    plan = fastest_within(step, limit, measured)
     return _for_budget(with_nearby(measured, plan), limit)
 
 
-def fastest_within(model: nn.Module, batch: Any, limit: int, measured: Profile) -> Plan:
+def fastest_within(step: Step, limit: int, measured: Profile) -> Plan:
     """A plan that was measured to be within a limit, and fast.
 
     A step that takes longer than was predicted is compared with plans of fewer means: without
     offload, then without going op by op. What is measured decides.
     """
-    plan = _verified(model, batch, limit, measured)
+    plan = _verified(step, limit, measured)
     for profile in _with_fewer_means(measured, plan):
         assert plan.measured_time is not None, "it was tried out"
         late = agreed(plan.measured_time) - plan.predicted_time
@@ -65,7 +84,7 @@ def fastest_within(model: nn.Module, batch: Any, limit: int, measured: Profile) 
             break
         tell("another plan")
         try:
-            other = _verified(model, batch, limit, profile)
+            other = _verified(step, limit, profile)
         except BudgetError:
             continue
         assert other.measured_time is not None, "it was tried out"
@@ -93,7 +112,7 @@ def _with_fewer_means(profile: Profile, plan: Plan) -> Iterator[Profile]:
         yield solving.only(profile, lambda option: option.fate != "select")
 
 
-def _verified(model: nn.Module, batch: Any, limit: int, measured: Profile) -> Plan:
+def _verified(step: Step, limit: int, measured: Profile) -> Plan:
     """A plan that was tried out, and found to stay within a limit."""
     from rekindle.budget import solving  # noqa: PLC0415
 
@@ -107,10 +126,10 @@ def _verified(model: nn.Module, batch: Any, limit: int, measured: Profile) -> Pl
             choice = choice or solving.smallest(measured)  # which may take less than predicted
             plan = plan_by(measured, aim, choice.options, choice.prediction, choice.gap)
         tell("verify")
-        peak, seconds = try_out(model, batch, plan, measured)
-        peak = highest(peak, next(model.parameters()).device)
+        trial = try_out(step, plan, measured)
+        peak = highest(trial.peak, next(step.model.parameters()).device)
         if peak <= limit:
-            return plan.measured(peak, seconds)
+            return plan.measured(peak, trial.seconds)
         _log.info("the step peaks at %s: planning again", format_bytes(peak))
         aim -= peak - limit + max(limit // 200, 1)
     raise BudgetError(
@@ -127,10 +146,17 @@ def _for_budget(plan: Plan, limit: int) -> Plan:
     return replace(plan, budget=limit, less=near[0], more=near[1])
 
 
-def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tuple[int, float]:
+class Trial(NamedTuple):
+    """What a step under a plan took."""
+
+    peak: int
+    seconds: float
+
+
+def try_out(step: Step, plan: Plan, measured: Profile) -> Trial:
     """The peak and the time of a step under a plan; the model ends as it was, without the plan."""
+    model = step.model
     device = next(model.parameters()).device
-    step = Step(model, batch)
     with repeatable(step):
         apply(model, plan)
         for _ in range(_LEARNING if plan.offloads else 1):
@@ -148,4 +174,4 @@ def try_out(model: nn.Module, batch: Any, plan: Plan, measured: Profile) -> tupl
         undo(model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return measured.static_bytes + peak, seconds
+    return Trial(measured.static_bytes + peak, seconds)

@@ -13,6 +13,7 @@ from rekindle.budget.devices import Device
 from rekindle.budget.fake import has_no_memory
 from rekindle.budget.fitting import fitted
 from rekindle.budget.imagining import Like, imagine
+from rekindle.budget.loss import Loss, checked_loss, warn_without_loss
 from rekindle.budget.plan import Plan
 from rekindle.budget.planning import (
     budget_bytes,
@@ -33,6 +34,7 @@ def profile(
     model: nn.Module,
     batch: Any,
     *,
+    loss: Any = None,
     optimizer: Any = None,
     device: str | torch.device | None = None,
     like: Like = None,
@@ -48,7 +50,8 @@ def profile(
     >>> with torch.device("meta"):
     ...     layer = torch.nn.TransformerEncoderLayer(8192, 64, 28672, batch_first=True)
     ...     model, batch = torch.nn.TransformerEncoder(layer, 4), torch.empty(1, 4096, 8192)
-    >>> profile = rekindle.profile(model, batch, device="meta", like="H100")
+    >>> loss = lambda out: out.square().mean()
+    >>> profile = rekindle.profile(model, batch, loss=loss, device="meta", like="H100")
     >>> plan = rekindle.solve(profile, budget="80GiB")
     >>> plan.device
     'H100'
@@ -57,6 +60,9 @@ def profile(
         model: the model, on its device.
         batch: what the model is called with: a tensor, a tuple, a dict; or a function without
             arguments that runs a forward and returns the loss.
+        loss: the loss, where the model does not return it: a function of the model's output, or of
+            the output and the batch (which gets both if it requires two arguments). The output is
+            taken to live until the backward has ended.
         optimizer: the optimizer, for the size of its state.
         device: `"meta"`, or nothing for the model's own.
         like: with `device="meta"`, where times come from: a device, such as `"H200"`, or a profile
@@ -76,6 +82,7 @@ def profile(
             "measuring would run it. Profile the model before such hooks are registered."
         )
     _check_options(optimizer, spill)
+    given = checked_loss(loss, batch)
     on_meta = _is_meta(device)
     if like is not None and not on_meta:
         raise ValueError('like= is for device="meta": elsewhere, times are measured')
@@ -86,18 +93,26 @@ def profile(
     if spill and on_meta:
         raise ValueError('spill=True is for a real device: with device="meta" no disk is measured')
     _need_scipy()
-    if on_meta:
-        with shown(_progress(progress)):
-            return imagine(model, batch, optimizer, like)
+    if not on_meta:
+        _refuse_without_memory(model)
+    with shown(_progress(progress)):
+        if on_meta:
+            found = imagine(model, batch, optimizer, like, given)
+        else:
+            bench = profiling.bench_of(next(model.parameters()).device, spill)
+            found = profiling.measure(model, batch, optimizer, bench, given)
+    if found.loss == "none":
+        warn_without_loss(found.batch)
+    return found
+
+
+def _refuse_without_memory(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if has_no_memory(parameter):
             raise ValueError(
                 f"{name} has no memory: there is nothing to measure. "
                 'With device="meta", and like="H200" or such, it is profiled all the same.'
             )
-    own = next(model.parameters()).device
-    with shown(_progress(progress)):
-        return profiling.measure(model, batch, optimizer, profiling.bench_of(own, spill))
 
 
 def _check_options(optimizer: Any, spill: Any) -> None:
@@ -189,6 +204,7 @@ def fit(
     batch: Any,
     budget: int | str,
     *,
+    loss: Any = None,
     optimizer: Any = None,
     profile: Profile | None = None,
     spill: bool = False,
@@ -207,7 +223,9 @@ def fit(
     ...     torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)
     ... )
     >>> model = torch.nn.Sequential(*[block() for _ in range(4)])
-    >>> plan = rekindle.fit(model, torch.randn(256, 64), budget="50%")
+    >>> x, y = torch.randn(256, 64), torch.randn(256, 64)
+    >>> loss = lambda out: torch.nn.functional.mse_loss(out, y)
+    >>> plan = rekindle.fit(model, x, budget="50%", loss=loss)
     >>> plan.measured_peak <= plan.budget
     True
     >>> rekindle.remove(model)
@@ -216,6 +234,7 @@ def fit(
         model: the model, on its device.
         batch: as for `profile`: the largest that training will see.
         budget: as for `solve`.
+        loss: as for `profile`: without it, a model that returns no loss is planned without one.
         optimizer: the optimizer, for the size of its state.
         profile: what `rekindle.profile` measured of this model and batch, if it has been: then
             another budget takes seconds.
@@ -224,36 +243,48 @@ def fit(
     """
     checked_budget(budget)
     _check_options(optimizer, spill)
+    given = checked_loss(loss, batch)
     if profile is not None:
-        _check_measured(profile, model, batch)
+        _check_measured(profile, model, batch, given)
         if spill and not _spills(profile):
             raise ValueError(
                 "spill=True, but the profile was measured without it: "
                 "rekindle.profile(..., spill=True)"
             )
     with shown(_progress(progress)):
-        return _fit(model, batch, budget, optimizer, profile, spill)
+        return _fit(model, batch, budget, given, optimizer, profile, spill)
 
 
 def _fit(
     model: nn.Module,
     batch: Any,
     budget: int | str,
+    loss: Loss | None,
     optimizer: Any,
     known: Profile | None,
     spill: bool,
 ) -> Plan:
     if known is None:
-        known = profile(model, batch, optimizer=optimizer, spill=spill)
-    elif optimizer is not None:
-        known = _with_state(known, model, batch, optimizer)
-    measured = agreed(known)
-    plan = fitted(model, batch, budget, measured)
+        function = None if loss is None else loss.function
+        known = profile(model, batch, loss=function, optimizer=optimizer, spill=spill)
+    else:
+        if known.loss == "none":
+            warn_without_loss(known.batch)
+        if optimizer is not None:
+            known = _with_state(known, model, batch, optimizer)
+    measured, step = agreed(known), Step(model, batch, loss)
+    plan = fitted(step, budget, measured)
     apply(model, plan)
-    state = 0 if optimizer is None else optimizer_bytes(optimizer)
-    is_function = Step(model, batch).function is not None
-    rest = measured.rest_peak if is_function else 0
-    keep_fitted(model, Fitting(budget, state, rest, spill=spill or _spills(measured)))
+    is_outside = loss is not None or step.function is not None
+    fitting = Fitting(
+        budget,
+        optimizer_bytes=0 if optimizer is None else optimizer_bytes(optimizer),
+        rest_peak=measured.rest_peak if is_outside else 0,
+        output_held=measured.output_held,
+        spill=spill or _spills(measured),
+        loss=loss,
+    )
+    keep_fitted(model, fitting)
     return plan
 
 
@@ -264,8 +295,8 @@ def _with_state(profile: Profile, model: nn.Module, batch: Any, optimizer: Any) 
     return replace(profile, static_bytes=max(profile.static_bytes, counted))
 
 
-def _check_measured(profile: Any, model: nn.Module, batch: Any) -> None:
-    """A profile that is given is one of this model and batch."""
+def _check_measured(profile: Any, model: nn.Module, batch: Any, loss: Loss | None) -> None:
+    """A profile that is given is one of this model, batch and loss."""
     if not isinstance(profile, Profile):
         raise TypeError(f"profile should be a Profile, but got {type(profile).__name__}")
     if profile.model != type(model).__name__:
@@ -275,6 +306,12 @@ def _check_measured(profile: Any, model: nn.Module, batch: Any) -> None:
     shapes = Step(model, batch).shapes()
     if profile.batch != shapes:
         raise ValueError(f"The profile is of a batch {profile.batch}, but the batch is {shapes}")
+    if (profile.loss == "given") != (loss is not None):
+        had = "with" if profile.loss == "given" else "without"
+        raise ValueError(
+            f"The profile was measured {had} loss=, and fit is called the other way: give the same "
+            "loss to both"
+        )
 
 
 def _spills(profile: Profile) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from rekindle.budget.devices import Device, OpClock, device_named, device_of, known_devices
 from rekindle.budget.fake import CPU, faked, has_no_memory, refuse_what_has_no_fake
+from rekindle.budget.loss import Loss
 from rekindle.budget.profiling import Bench, measure
 from rekindle.budget.step import Step
 from rekindle.budget.values import Profile
@@ -22,18 +23,22 @@ _INF = float("inf")
 _TIMELESS = Device("none", _INF, _INF, _INF, _INF, link=0.0, memory_bytes=0, launch=0.0)
 
 
-def imagine(model: nn.Module, batch: Any, optimizer: Any, like: Like) -> Profile:
+def imagine(
+    model: nn.Module, batch: Any, optimizer: Any, like: Like, loss: Loss | None = None
+) -> Profile:
     """The profile of a model's training step as on a device that need not be there."""
     refuse_what_has_no_fake(model)
     if isinstance(like, Profile):
-        return _imagine_by(like, model, batch, optimizer)
+        return _imagine_by(like, model, batch, optimizer, loss)
     device = _device(model, like)
     with faked(model, batch, as_on=device.name) as given, OpClock(device) as clock:
         bench = Bench(CPU, device.name, clock, device.bytes_per_second)
-        return measure(model, given, optimizer, bench)
+        return measure(model, given, optimizer, bench, loss)
 
 
-def _imagine_by(like: Profile, model: nn.Module, batch: Any, optimizer: Any) -> Profile:
+def _imagine_by(
+    like: Profile, model: nn.Module, batch: Any, optimizer: Any, loss: Loss | None
+) -> Profile:
     """With blocks, and times of the rest, as they were measured."""
     if type(model).__name__ != like.model:
         raise ValueError(
@@ -47,7 +52,8 @@ def _imagine_by(like: Profile, model: nn.Module, batch: Any, optimizer: Any) -> 
         )
     with faked(model, batch, as_on=like.device) as given, OpClock(_TIMELESS) as clock:
         bench = Bench(CPU, like.device, clock, like.bytes_per_second, known=like)
-        return replace(measure(model, given, optimizer, bench), rest_seconds=like.rest_seconds)
+        found = measure(model, given, optimizer, bench, loss)
+        return replace(found, rest_seconds=like.rest_seconds)
 
 
 def _device(model: nn.Module, like: str | Device | None) -> Device:

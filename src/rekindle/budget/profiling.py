@@ -16,6 +16,7 @@ from rekindle.budget.agreement import agreed
 from rekindle.budget.alone import Lone
 from rekindle.budget.graph import Graph
 from rekindle.budget.link import bytes_per_second
+from rekindle.budget.loss import Loss
 from rekindle.budget.memory import metered_as_a_whole
 from rekindle.budget.names import named
 from rekindle.budget.options import (
@@ -71,10 +72,12 @@ def bench_of(device: torch.device, spill: bool = False) -> Bench:
     )
 
 
-def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profile:
+def measure(
+    model: nn.Module, batch: Any, optimizer: Any, bench: Bench, loss: Loss | None = None
+) -> Profile:
     """The profile of a model's training step; the model ends as it was."""
     device = bench.device
-    step = Step(model, batch)
+    step = Step(model, batch, loss)
     blocks = blocks_of(model)
     _refuse_scripts(blocks)
     static = static_bytes(model, optimizer, device, step.tensors())
@@ -105,6 +108,8 @@ def measure(model: nn.Module, batch: Any, optimizer: Any, bench: Bench) -> Profi
             cached_rest_peak=max(seen.cached_rest_peak, 0),
             casts_in_backward=seen.casts_in_backward,
             recompute_peak=static + seen.peak,
+            output_held=step.output_held,
+            loss=step.loss_source,
         )
         if seen.casts_gone:  # what was freed with the cache had been counted as there
             casts = cached_after_blocks(found, _recomputed(found))

@@ -38,7 +38,8 @@ def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
     ahead = _ahead(moves, spans[::-1], lead // 2, profile.bytes_per_second) if sent else moves
     for i in range(len(options) - 1, -1, -1):
         option, stay = options[i], stays[i]
-        points.append(held + in_backward + option.backward_peak - stay + ahead[i])
+        there = held + in_backward + profile.output_held
+        points.append(there + option.backward_peak - stay + ahead[i])
         held -= option.bytes_held + stay + between[i] - gone[i] - again[i]
         held += pending[i]
     points.append(profile.last_peak - profile.before_bytes)

@@ -250,7 +250,7 @@ def _choose_counts(profile: Profile, budget: int, effort: dict[str, float]) -> C
         peak = option.forward_peak / _MIB - _held(option, passed) - casts[k]
         rows.add([*forward, (any_ + k, peak), (flying, 1.0)], -np.inf, room)
         there = held if not profile.casts_in_backward else [*held, *enumerate(casts)]
-        peak = option.backward_peak / _MIB
+        peak = (option.backward_peak + profile.output_held) / _MIB
         rows.add([*there, (any_ + k, peak), (flying, 1.0)], -np.inf, room)
         rows.add([(flying, 1.0), (any_ + k, -option.bytes_moved / _MIB)], 0, np.inf)
     held = [*((i, _held(option, passed)) for i, option in enumerate(menu)), *back]
@@ -303,7 +303,7 @@ def _backward_peak(option: Option) -> tuple[int, int]:
 def _choose_each(profile: Profile, budget: int, effort: dict[str, float]) -> Choice | None:
     """The choice where blocks differ: an option for each place."""
     menus = [profile.options(position) for position in range(len(profile.order))]
-    room = _room(profile, budget)
+    room, output = _room(profile, budget), profile.output_held / _MIB
     starts = np.cumsum([0, *(len(menu) for menu in menus)])
     binaries = int(starts[-1])
     count = len(menus)
@@ -335,7 +335,7 @@ def _choose_each(profile: Profile, budget: int, effort: dict[str, float]) -> Cho
     there = casts if profile.casts_in_backward else []
     for i, menu in enumerate(menus):
         peaks = [(column(i, k), option.backward_peak / _MIB) for k, option in enumerate(menu)]
-        rows.add([(held + i, 1.0), *there, *peaks, (flying, 1.0)], -np.inf, room)
+        rows.add([(held + i, 1.0), *there, *peaks, (flying, 1.0)], -np.inf, room - output)
         moves = [(column(i, k), option.bytes_moved / _MIB) for k, option in enumerate(menu)]
         rows.add([*((c, -v) for c, v in moves), (flying, 1.0)], 0, np.inf)
     last = [(held + count - 1, 1.0), (flying, 1.0)]

@@ -8,7 +8,7 @@ error of memory.
 import logging
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.attachment import attach, attached
 from rekindle.budget.agreement import has_others
+from rekindle.budget.loss import Loss
 from rekindle.budget.plan import Plan
 from rekindle.budget.shapes import Shapes, elements, input_shapes, told
 from rekindle.budget.turns import turn_of
@@ -38,9 +39,28 @@ class Fitting:
     budget: int | str
     optimizer_bytes: int
     rest_peak: int
-    """What a function that is the step takes after the blocks; 0 if the model is the step."""
+    """What the head and a loss outside the model take; 0 if the model is the step."""
+    output_held: int = 0
+    """Bytes of the output that stay until the backward has ended."""
     spill: bool = False
     """Whether what is sent away goes to disk."""
+    loss: Loss | None = None
+    """The loss that was given."""
+
+    def grown(self, elements: int, before: int) -> "Fitting":
+        """The same for a larger call, if what is outside the model grows as the inputs do."""
+        return replace(
+            self,
+            rest_peak=self.rest_peak * elements // before,
+            output_held=self.output_held * elements // before,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the loss, which may be any function: a pickle of the model goes without it."""
+        return {**vars(self), "loss": None}
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "Fitting":
+        return self
 
 
 class Standing:
@@ -248,7 +268,8 @@ def plan_of(model: nn.Module) -> Plan | None:
 
     >>> import torch, rekindle
     >>> model = torch.nn.Sequential(*[torch.nn.TransformerEncoderLayer(8, 2, 16)] * 2)
-    >>> plan = rekindle.fit(model, torch.randn(4, 2, 8), "1GiB")
+    >>> loss = lambda out: out.square().mean()
+    >>> plan = rekindle.fit(model, torch.randn(4, 2, 8), "1GiB", loss=loss)
     >>> rekindle.plan_of(model) == plan
     True
     >>> rekindle.remove(model)

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from rekindle.budget.loss import A_FUNCTION, Loss, in_form, scalar_in
+from rekindle.budget.memory import bytes_of, storages_of
+from rekindle.budget.values import LossSource
+from rekindle.internals import storage_key
+
 
 @dataclass(frozen=True)
 class Call:
@@ -21,9 +26,16 @@ class Call:
 class Step:
     """One training step of a model on a batch, forward and backward."""
 
-    def __init__(self, model: nn.Module, batch: Any) -> None:
+    loss_source: LossSource
+    """Where the loss comes from; known after the first forward."""
+
+    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None = None) -> None:
         self.model = model
         self.batch = batch
+        self.loss_source = "model" if loss is None else "given"
+        self.output_held = 0
+        """Bytes of the output that stay until the backward has ended; known after a step."""
+        self._given_loss = loss
         self.function: Callable[[], Any] | None = None
         self._others: dict[Tensor, Tensor | None] | None = None
         """What else gets gradients, with those it had; None before the first step."""
@@ -42,13 +54,22 @@ class Step:
             self.call = Call((batch,), {})
 
     def __call__(self) -> None:
-        loss = self.loss()
+        """Run it.
+
+        Where the loss is given, the output lives until the backward has ended, as in the usual
+        loop: `out = model(x); loss = criterion(out); loss.backward()`.
+        """
+        out, loss = self._forward()
+        if self._given_loss is None:
+            del out
         if self._others is None:
             own = set(self.model.parameters())
             self._others = {leaf: leaf.grad for leaf in _leaves_of(loss) if leaf not in own}
             for leaf in self._others:
                 leaf.grad = None
         loss.backward()
+        if self._given_loss is not None:
+            self.output_held = self._bytes_made(out)
 
     @contextmanager
     def leaving_no_gradients(self) -> Iterator[None]:
@@ -61,11 +82,41 @@ class Step:
             self._others = None
 
     def loss(self) -> Tensor:
+        """Run the forward; returns the loss."""
+        return self._forward()[1]
+
+    def _forward(self) -> tuple[Any, Tensor]:
+        """What the model returns, and the loss."""
         if self.before_each is not None:
             self.before_each()
         if self.function is not None:
-            return _loss_of(self.function())
-        return _loss_of(self.model(*self.call.args, **self.call.kwargs))
+            out = self.function()
+        else:
+            out = self.model(*self.call.args, **self.call.kwargs)
+        if self._given_loss is not None:
+            return out, self._given_loss(out, self._batch_for(self._given_loss))
+        loss = scalar_in(out)
+        if loss is None:
+            self.loss_source = "none"
+            loss = _sum_of(out)
+        return out, loss
+
+    def _batch_for(self, loss: Loss) -> Any:
+        """The batch as a user gave it; that of a later call in the same form."""
+        if isinstance(self.batch, Call) and loss.takes_batch:
+            return in_form(loss.form, self.model, self.call.args, self.call.kwargs)
+        return self.batch
+
+    def _bytes_made(self, out: Any) -> int:
+        """The size of what the model returned, without what it was given and its own tensors."""
+        known = [*self.model.parameters(), *self.model.buffers(), *self.tensors()]
+        keys = {storage_key(storage) for tensor in known for storage in storages_of(tensor)}
+        leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        return bytes_of(
+            leaf
+            for leaf in leaves
+            if not any(storage_key(storage) in keys for storage in storages_of(leaf))
+        )
 
     def tensors(self) -> list[Tensor]:
         """What the batch consists of."""
@@ -75,7 +126,7 @@ class Step:
     def shapes(self) -> str:
         """The batch in words, by which it is known again."""
         if self.function is not None:
-            return "a function"
+            return A_FUNCTION
         if not isinstance(self.batch, Call):
             return str(shapes_of(self.batch))
         args, kwargs = shapes_of((self.call.args, self.call.kwargs))
@@ -124,11 +175,8 @@ def shapes_of(tree: Any) -> Any:
     return (type(tree).__name__, *map(shapes_of, leaves))
 
 
-def _loss_of(out: Any) -> Tensor:
-    """The loss of what a model returned; if it returned none, the sum of all it did."""
-    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
+def _sum_of(out: Any) -> Tensor:
+    """The sum of all outputs that require a gradient, which stands for a loss."""
     leaves = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
     if not leaves:
         raise ValueError("The step's result requires no gradient: there is nothing to train")

@@ -3,11 +3,15 @@
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rekindle.budget import saving
 from rekindle.offload.options import FATE_OF_TIER, TierName
 from rekindle.selective.address import OpAddress
+
+LossSource = Literal["model", "given", "none"]
+"""Where a step's loss comes from: the model, or the function that is the step, returns it; it was
+given as `loss=`; or there is none, and the sum of the outputs stands for it."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,10 @@ class Profile:
     """As `rest_peak`, while autocast's cache holds the casts of the blocks' weights."""
     casts_in_backward: bool = False
     """Whether autocast's cache holds casts until the step ends."""
+    output_held: int = 0
+    """Bytes of the model's output that stay until the backward has ended."""
+    loss: LossSource = "model"
+    """Where the step's loss comes from."""
 
     def options(self, position: int) -> tuple[Option, ...]:
         """The menu at one place of the forward."""

@@ -4,7 +4,7 @@
 this: after `rekindle.patch_torch()` they run on rekindle.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -62,11 +62,22 @@ class Callback(_TrainerCallback):  # type: ignore[misc]
     Args:
         what: as for `apply`.
         budget: as for `rekindle.fit`, instead of `what`; the first batch stands for all.
+        loss: with `budget`, as for `rekindle.fit`: for a model that returns no loss, as where the
+            `Trainer` has a `compute_loss_func` or smooths labels.
     """
 
-    def __init__(self, what: What = "recompute", *, budget: int | str | None = None) -> None:
+    def __init__(
+        self,
+        what: What = "recompute",
+        *,
+        budget: int | str | None = None,
+        loss: Callable[..., Any] | None = None,
+    ) -> None:
+        if loss is not None and budget is None:
+            raise ValueError("loss= goes with budget=: without a budget, no step is measured")
         self.what = what
         self.budget = budget
+        self.loss = loss
         self.plan: rekindle.Plan | None = None
         """What was chosen for the budget; after training, what it was chosen to be last."""
 
@@ -88,7 +99,7 @@ class Callback(_TrainerCallback):  # type: ignore[misc]
         was_training = model.training
         model.train()
         try:
-            self.plan = rekindle.fit(model, batch, self.budget, optimizer=optimizer)
+            self.plan = rekindle.fit(model, batch, self.budget, loss=self.loss, optimizer=optimizer)
         finally:
             model.train(was_training)
 
