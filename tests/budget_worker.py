@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
 from benchmarks.decoder import SHAPES, Decoder
+from tests.wrong import wrong_recompute
 
 
 def sharded(model: Decoder) -> nn.Module:
@@ -28,6 +29,17 @@ KINDS = {"ddp": DistributedDataParallel, "fsdp": sharded}
 
 def local(gradient: Any) -> Tensor:
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def refused(model: nn.Module, x: Tensor) -> bool:
+    """Whether a plan is refused on this rank, where regions are wrong on the second one alone."""
+    rekindle.remove(model)
+    try:
+        with wrong_recompute(0.03 * dist.get_rank()):
+            rekindle.fit(model, x, "80%", loss=Tensor.sum)
+    except rekindle.RekindleError as error:
+        return "bug in rekindle" in str(error) and rekindle.plan_of(model) is None
+    return False
 
 
 def found(kind: str) -> dict[str, Any]:
@@ -44,13 +56,15 @@ def found(kind: str) -> dict[str, Any]:
         return [local(p.grad).clone() for p in model.parameters()]
 
     expected, expected_of_larger = gradients(), gradients(larger)
-    plan = rekindle.fit(model, x, "80%")
+    plan = rekindle.fit(model, x, "80%", loss=Tensor.sum)
     same = all(map(torch.equal, gradients(), expected))
     assert plan.measured_peak is not None
     same_of_larger = all(map(torch.equal, gradients(larger), expected_of_larger))
     return {
         "larger": same_of_larger and rekindle.plan_of(model) is plan,
         "same": same,
+        "verified": plan.verified,
+        "refused": refused(model, x),
         "fits": plan.measured_peak <= plan.budget,
         "options": [[path, asdict(option)] for path, _, option in plan.blocks],
     }

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from rekindle.budget.verifying import BIT_FOR_BIT
+
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 
@@ -58,6 +60,18 @@ def test_the_step_fits_on_every_rank(ranks: list[dict[str, Any]], kind: str) -> 
 @each_kind
 def test_all_ranks_have_the_plan_of_the_first(ranks: list[dict[str, Any]], kind: str) -> None:
     assert ranks[0][kind]["options"] == ranks[1][kind]["options"]
+
+
+@each_kind
+def test_gradients_are_verified_on_every_rank(ranks: list[dict[str, Any]], kind: str) -> None:
+    assert [rank[kind]["verified"] for rank in ranks] == [BIT_FOR_BIT, BIT_FOR_BIT]
+
+
+@each_kind
+def test_gradients_that_are_wrong_on_one_rank_are_refused_on_all(
+    ranks: list[dict[str, Any]], kind: str
+) -> None:
+    assert [rank[kind]["refused"] for rank in ranks] == [True, True]
 
 
 @each_kind

@@ -17,10 +17,10 @@ import rekindle
 from benchmarks.decoder import Decoder, Shape
 from rekindle.budget.devices import DEVICES, Device, Efficiency, OpClock, device_named, device_of
 from rekindle.budget.fake import faked
-from rekindle.budget.fitting import try_out
 from rekindle.budget.graph import Graph
 from rekindle.budget.planning import plain_prediction
 from rekindle.budget.step import Step
+from rekindle.budget.trial import try_out
 from rekindle.budget.values import Option
 from rekindle.modules.forward import forward_of
 from tests.test_budget_fit import CASES, Case, step, unchanged

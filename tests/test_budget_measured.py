@@ -9,6 +9,7 @@ import torch
 
 import rekindle
 from rekindle.budget import fitting, profiling
+from rekindle.budget.trial import Trial
 from tests.toys import Stack
 
 pytest.importorskip("scipy")
@@ -23,9 +24,9 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], tuple[rekindl
     def fit(seconds: Measure) -> tuple[rekindle.Plan, int]:
         tried = []
 
-        def try_out(_step: Any, plan: rekindle.Plan, _profile: Any) -> fitting.Trial:
+        def try_out(_step: Any, plan: rekindle.Plan, _profile: Any, **_: Any) -> Trial:
             tried.append(plan)
-            return fitting.Trial(plan.predicted_peak, seconds(plan))
+            return Trial(plan.predicted_peak, seconds(plan))
 
         monkeypatch.setattr(fitting, "try_out", try_out)
         model = Stack(6, 64)

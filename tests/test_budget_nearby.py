@@ -9,6 +9,7 @@ import torch
 import rekindle
 from rekindle.budget import fitting, front, planning, solving
 from rekindle.budget.simulate import simulate
+from rekindle.budget.trial import Trial
 from rekindle.budget.values import BlockProfile, Nearby, Option, Profile
 from tests.test_budget_solve import (
     GAP,
@@ -139,10 +140,10 @@ def test_a_fit_that_had_to_aim_lower_tells_of_budgets_as_they_were_asked_for(
     model, x = Stack(6, 16), torch.randn(512, 16, requires_grad=True)
     profile, tried = rekindle.profile(model, x), []
 
-    def too_high_at_first(_step: Any, plan: rekindle.Plan, _profile: Any) -> fitting.Trial:
+    def too_high_at_first(_step: Any, plan: rekindle.Plan, _profile: Any, **_: Any) -> Trial:
         tried.append(plan)
         peak = limit + 1000 if len(tried) == 1 else limit
-        return fitting.Trial(peak, plan.predicted_time)
+        return Trial(peak, plan.predicted_time)
 
     monkeypatch.setattr(front, "profile", lambda *_, **__: profile)
     monkeypatch.setattr(fitting, "try_out", too_high_at_first)

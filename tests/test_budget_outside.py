@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle.budget import fitting, front, planning, solving
+from rekindle.budget.trial import Trial
 from tests.toys import Block, Stack
 
 pytest.importorskip("scipy")
@@ -95,10 +96,10 @@ def test_the_last_plan_that_is_tried_is_the_least_there_is(
     least = solving.smallest(profile).prediction.peak
     monkeypatch.setattr(front, "profile", lambda *_, **__: profile)
 
-    def always_more(_step: Any, plan: rekindle.Plan, _profile: Any) -> fitting.Trial:
+    def always_more(_step: Any, plan: rekindle.Plan, _profile: Any, **_: Any) -> Trial:
         tried.append(plan)
         peak = limit + (0 if plan.predicted_peak == least else 10_000_000)
-        return fitting.Trial(peak, plan.predicted_time)
+        return Trial(peak, plan.predicted_time)
 
     monkeypatch.setattr(fitting, "try_out", always_more)
     limit = planning.budget_bytes(profile, "80%")

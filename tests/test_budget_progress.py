@@ -183,7 +183,7 @@ def test_a_fit_tells_its_outline_every_option_and_its_verification(told: list[st
     assert options[0] == f"block 2 of 2: option 1 of {len(options)}"
     assert options[-1] == f"block 2 of 2: option {len(options)} of {len(options)}"
     assert len(options) > 2
-    assert told[-2:] == ["solve", "verify"]
+    assert told[-3:] == ["solve", "verify", "compare gradients"]
 
 
 def test_a_frontier_tells_its_points(told: list[str]) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import rekindle
 from benchmarks.decoder import Decoder, Shape
-from rekindle.budget.fitting import try_out
 from rekindle.budget.planning import plan_by
 from rekindle.budget.simulate import _ahead, simulate
 from rekindle.budget.step import Step
+from rekindle.budget.trial import try_out
 from rekindle.budget.values import BlockProfile, Option, Profile
 from tests.toys import Block, Stack
 

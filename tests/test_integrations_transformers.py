@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -408,3 +409,24 @@ def test_a_trainer_takes_a_budget(
     assert callback.plan.measured_peak is not None
     assert callback.plan.measured_peak <= callback.plan.budget
     assert any(option.fate != "keep" for _, _, option in callback.plan.blocks)
+
+
+def test_a_callback_plans_with_the_loss_that_it_is_given() -> None:
+    model = Family("LlamaForCausalLM", "LlamaConfig", DECODER).build()
+    tokens = torch.randint(64, (2, 16))
+
+    def loss(out: Any, batch: Any) -> Tensor:
+        flat: Tensor = out.logits.flatten(0, 1)
+        return torch.nn.functional.cross_entropy(flat, batch["input_ids"].flatten())
+
+    callback = ours.Callback(budget="1GiB", loss=loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        callback.on_train_begin(model=model, train_dataloader=[{"input_ids": tokens}])
+    assert callback.plan is not None
+    callback.on_train_end(model=model)
+
+
+def test_a_loss_without_a_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="loss= goes with budget="):
+        ours.Callback("recompute", loss=lambda out: out.loss)

@@ -3,30 +3,30 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from rekindle.budget import profiling
 from rekindle.budget.agreement import agreed, highest
-from rekindle.budget.memory import metered
+from rekindle.budget.fingerprints import Fingerprints
 from rekindle.budget.plan import Plan
 from rekindle.budget.planning import BudgetError, budget_bytes, plan_by, solved, with_nearby
 from rekindle.budget.progress import tell
 from rekindle.budget.shapes import elements
-from rekindle.budget.standing import Fitting, keep_fitted, plan_of
+from rekindle.budget.standing import Fitting, Verify, keep_fitted, plan_of
 from rekindle.budget.step import Call, Step
-from rekindle.budget.timing import timed
-from rekindle.budget.untouched import repeatable
+from rekindle.budget.trial import try_out
 from rekindle.budget.values import Profile
-from rekindle.modules.application import apply, undo
+from rekindle.budget.verifying import GradientError, verify_gradients
+from rekindle.budget.warning import warn_at_caller
+from rekindle.modules.application import apply
 from rekindle.sizes import format_bytes
 
 _log = logging.getLogger("rekindle")
 _TRIES = 4
-_LEARNING = 4
-"""Steps after which offload has learnt what it can."""
+AFFORDABLE_SECONDS = 60.0
+"""With `verify="auto"`: how long a step may be predicted to take for one more to be run."""
 
 
 def fit_again(model: nn.Module, call: Call, fitting: Fitting) -> Plan:
@@ -40,7 +40,7 @@ def fit_again(model: nn.Module, call: Call, fitting: Fitting) -> Plan:
             fitting = fitting.grown(*larger)
             rest = max(measured.rest_peak, fitting.rest_peak)
             measured = replace(measured, rest_peak=rest, output_held=fitting.output_held)
-    plan = fitted(Step(model, call, fitting.loss), fitting.budget, measured)
+    plan = fitted(Step(model, call, fitting.loss), fitting.budget, measured, fitting.verify)
     apply(model, plan)
     keep_fitted(model, fitting)
     return plan
@@ -63,40 +63,90 @@ def _measured_again(model: nn.Module, call: Call, fitting: Fitting) -> Profile:
     return profiling.measure(model, call, state, bench)
 
 
-def fitted(step: Step, budget: int | str, measured: Profile) -> Plan:
+def fitted(step: Step, budget: int | str, measured: Profile, verify: Verify) -> Plan:
     """The plan for a budget that was tried out; the model ends as it was."""
     limit = budget_bytes(measured, budget)
-    plan = fastest_within(step, limit, measured)
+    plan = fastest_within(step, limit, measured, verify)
     return _for_budget(with_nearby(measured, plan), limit)
 
 
-def fastest_within(step: Step, limit: int, measured: Profile) -> Plan:
+def fastest_within(step: Step, limit: int, measured: Profile, verify: Verify = "peak") -> Plan:
+    """A plan that was measured to be within a limit, and fast; with right gradients.
+
+    A plan whose gradients are wrong gives way to one that keeps or recomputes whole blocks, if that
+    has the right ones and fits; a warning says so.
+    """
+    plan, found = _fastest(step, limit, measured, verify)
+    if found is None:
+        return plan
+    tell("compare gradients")
+    try:
+        return replace(plan, verified=verify_gradients(step, plan, found, measured, limit))
+    except GradientError as error:
+        if all(option.fate in _WHOLE for _, _, option in plan.blocks):
+            raise
+        other = _of_whole_blocks(step, limit, measured, error)
+        warn_at_caller(
+            f"{error}\nA plan that keeps or recomputes whole blocks is applied instead: its "
+            "gradients are right."
+        )
+        return other
+
+
+def _of_whole_blocks(step: Step, limit: int, measured: Profile, error: GradientError) -> Plan:
+    """The fastest plan without the means that may be wrong; the error if there is no such plan."""
+    from rekindle.budget import solving  # noqa: PLC0415
+
+    whole = solving.only(measured, lambda option: option.fate in _WHOLE)
+    try:
+        plan, found = _fastest(step, limit, whole, "gradients")
+        assert found is not None, "they were asked for"
+        verified = verify_gradients(step, plan, found, whole, limit)
+    except (BudgetError, GradientError):
+        raise error from None
+    if verified is None:  # there was nothing to compare it with
+        raise error
+    return replace(plan, verified=verified)
+
+
+_WHOLE = ("keep", "recompute")
+
+
+_Tried = tuple[Plan, Fingerprints | None]
+"""A plan that was tried out, with the gradients of a step under it, if they are to be compared."""
+
+
+def _fastest(step: Step, limit: int, measured: Profile, verify: Verify) -> _Tried:
     """A plan that was measured to be within a limit, and fast.
 
     A step that takes longer than was predicted is compared with plans of fewer means: without
     offload, then without going op by op. What is measured decides.
     """
-    plan = _verified(step, limit, measured)
-    for profile in _with_fewer_means(measured, plan):
-        assert plan.measured_time is not None, "it was tried out"
-        late = agreed(plan.measured_time) - plan.predicted_time
+    best = _within(step, limit, measured, verify)
+    for profile in _with_fewer_means(measured, best[0]):
+        plan = best[0]
+        late = agreed(_seconds(plan)) - plan.predicted_time
         if late <= max(_LATE * plan.predicted_time, _HARDLY):
             break
         tell("another plan")
         try:
-            other = _verified(step, limit, profile)
+            other = _within(step, limit, profile, verify)
         except BudgetError:
             continue
-        assert other.measured_time is not None, "it was tried out"
-        if agreed(other.measured_time < plan.measured_time):
-            plan = other
-    return plan
+        if agreed(_seconds(other[0]) < _seconds(plan)):
+            best = other
+    return best
 
 
 _LATE = 0.1
 """The share of what was predicted by which a step may be late."""
 _HARDLY = 0.005
 """Seconds that say nothing: another step would take more, or less."""
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.measured_time is not None, "it was tried out"
+    return plan.measured_time
 
 
 def _with_fewer_means(profile: Profile, plan: Plan) -> Iterator[Profile]:
@@ -112,7 +162,7 @@ def _with_fewer_means(profile: Profile, plan: Plan) -> Iterator[Profile]:
         yield solving.only(profile, lambda option: option.fate != "select")
 
 
-def _verified(step: Step, limit: int, measured: Profile) -> Plan:
+def _within(step: Step, limit: int, measured: Profile, verify: Verify) -> _Tried:
     """A plan that was tried out, and found to stay within a limit."""
     from rekindle.budget import solving  # noqa: PLC0415
 
@@ -125,11 +175,15 @@ def _verified(step: Step, limit: int, measured: Profile) -> Plan:
             choice = solving.choose(measured, aim) if i < _TRIES - 1 else None
             choice = choice or solving.smallest(measured)  # which may take less than predicted
             plan = plan_by(measured, aim, choice.options, choice.prediction, choice.gap)
+        plan = agreed(plan)  # a solver that stops by the clock may find another on each rank
         tell("verify")
-        trial = try_out(step, plan, measured)
-        peak = highest(trial.peak, next(step.model.parameters()).device)
+        compares = verify == "gradients" or (
+            verify == "auto" and plan.predicted_time <= AFFORDABLE_SECONDS
+        )
+        trial = try_out(step, plan, measured, with_gradients=compares)
+        peak = highest(trial.peak, _device(step))
         if peak <= limit:
-            return plan.measured(peak, trial.seconds)
+            return plan.measured(peak, trial.seconds), trial.gradients
         _log.info("the step peaks at %s: planning again", format_bytes(peak))
         aim -= peak - limit + max(limit // 200, 1)
     raise BudgetError(
@@ -146,32 +200,5 @@ def _for_budget(plan: Plan, limit: int) -> Plan:
     return replace(plan, budget=limit, less=near[0], more=near[1])
 
 
-class Trial(NamedTuple):
-    """What a step under a plan took."""
-
-    peak: int
-    seconds: float
-
-
-def try_out(step: Step, plan: Plan, measured: Profile) -> Trial:
-    """The peak and the time of a step under a plan; the model ends as it was, without the plan."""
-    model = step.model
-    device = next(model.parameters()).device
-    with repeatable(step):
-        apply(model, plan)
-        for _ in range(_LEARNING if plan.offloads else 1):
-            step()
-        known = [*model.parameters(), *model.buffers()]
-        known += [p.grad for p in model.parameters() if p.grad is not None]
-        known += step.tensors()
-        torch.clear_autocast_cache()  # so that casts count which an autocast around `fit` holds
-        with metered(device, known) as meter:
-            meter.reset()
-            step()
-            metered_seconds = timed(step, device) if device.type == "cuda" else None
-            peak = meter.peak()  # of several steps, where metering costs nothing
-        seconds = timed(step, device) if metered_seconds is None else metered_seconds
-        undo(model)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return Trial(measured.static_bytes + peak, seconds)
+def _device(step: Step) -> torch.device:
+    return next(step.model.parameters()).device

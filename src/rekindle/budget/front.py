@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from rekindle.budget.planning import (
     with_nearby,
 )
 from rekindle.budget.progress import Progress, each, shown, tell
-from rekindle.budget.standing import Fitting, keep_fitted
+from rekindle.budget.standing import Fitting, Verify, keep_fitted
 from rekindle.budget.static import optimizer_bytes, static_bytes
 from rekindle.budget.step import Step
 from rekindle.budget.values import Nearby, Profile
@@ -208,15 +208,16 @@ def fit(
     optimizer: Any = None,
     profile: Profile | None = None,
     spill: bool = False,
+    verify: Verify = "auto",
     progress: bool | None = None,
 ) -> Plan:
     """Make a training step of a model fit a budget, at the smallest cost in time, in place.
 
     Profiles, solves, applies, and runs a step to see: a plan that is over the budget is made anew
-    with less. Gradients stay what they were, bit for bit. When the model is called with more than
-    it was planned for, it is planned again, and a log line says so; `plan_of` has the plan that
-    holds. `rekindle.remove(model)` undoes it. In a distributed run all ranks call it, and get the
-    plan of the first.
+    with less, and one whose gradients are not those of a step without it is never applied. When the
+    model is called with more than it was planned for, it is planned again, and a log line says so;
+    `plan_of` has the plan that holds. `rekindle.remove(model)` undoes it. In a distributed run all
+    ranks call it, and get the plan of the first.
 
     >>> import torch, rekindle
     >>> block = lambda: torch.nn.Sequential(
@@ -239,10 +240,15 @@ def fit(
         profile: what `rekindle.profile` measured of this model and batch, if it has been: then
             another budget takes seconds.
         spill: as for `profile`.
+        verify: `"gradients"` runs one more step, by other means than the plan, to compare the
+            gradients with; `"peak"` does not; `"auto"` does if a step is predicted to take less
+            than a minute. `plan.verified` says what was found.
         progress: as for `profile`.
     """
     checked_budget(budget)
     _check_options(optimizer, spill)
+    if verify not in get_args(Verify):
+        raise ValueError(f'verify should be "auto", "gradients" or "peak", but got {verify!r}')
     given = checked_loss(loss, batch)
     if profile is not None:
         _check_measured(profile, model, batch, given)
@@ -252,7 +258,7 @@ def fit(
                 "rekindle.profile(..., spill=True)"
             )
     with shown(_progress(progress)):
-        return _fit(model, batch, budget, given, optimizer, profile, spill)
+        return _fit(model, batch, budget, given, optimizer, profile, spill, verify)
 
 
 def _fit(
@@ -263,6 +269,7 @@ def _fit(
     optimizer: Any,
     known: Profile | None,
     spill: bool,
+    verify: Verify,
 ) -> Plan:
     if known is None:
         function = None if loss is None else loss.function
@@ -273,7 +280,7 @@ def _fit(
         if optimizer is not None:
             known = _with_state(known, model, batch, optimizer)
     measured, step = agreed(known), Step(model, batch, loss)
-    plan = fitted(step, budget, measured)
+    plan = fitted(step, budget, measured, verify)
     apply(model, plan)
     is_outside = loss is not None or step.function is not None
     fitting = Fitting(
@@ -283,6 +290,7 @@ def _fit(
         output_held=measured.output_held,
         spill=spill or _spills(measured),
         loss=loss,
+        verify=verify,
     )
     keep_fitted(model, fitting)
     return plan

@@ -1,13 +1,13 @@
 """The loss of a training step: given by the user, or found in what the model returns."""
 
 import inspect
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
+
+from rekindle.budget.warning import warn_at_caller
 
 A_FUNCTION = "a function"
 """How a batch that is a function is described."""
@@ -134,21 +134,7 @@ def warn_without_loss(batch: str) -> None:
         if batch == A_FUNCTION
         else "Give it, as loss=lambda out: criterion(out, labels)."
     )
-    warnings.warn(
+    warn_at_caller(
         "The loss is not in the plan: the step returned no scalar loss, and the sum of its outputs "
-        f"stands for it. The real step peaks higher, by what the loss takes. {how}",
-        UserWarning,
-        stacklevel=_outside(),
+        f"stands for it. The real step peaks higher, by what the loss takes. {how}"
     )
-
-
-def _outside() -> int:
-    """The `stacklevel` for a warning at the first frame outside rekindle, from the caller."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _is_ours(name: str) -> bool:
-    return name == "rekindle" or name.startswith("rekindle.")

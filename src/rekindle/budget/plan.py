@@ -47,6 +47,8 @@ class Plan:
     """Blocks that the step did not run: should another one run them, they are recomputed."""
     planning_peak: int | None = None
     """Bytes that planning itself peaked at; the step that tries the plan out is `measured_peak`."""
+    verified: str | None = None
+    """What `fit` found of the gradients under the plan; None if they were not compared."""
 
     def fates(self, model: nn.Module) -> Mapping[str, str | Policy | Saves]:
         """What each block of a model is given; an error if the plan is for another one."""

@@ -10,7 +10,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from threading import get_ident
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from rekindle.sizes import format_bytes, parse_bytes
 
 _log = logging.getLogger("rekindle")
 
+Verify = Literal["auto", "gradients", "peak"]
+"""What `fit` verifies of a plan: its peak alone; its gradients too; or those if that is cheap."""
+
 
 @dataclass(frozen=True)
 class Fitting:
@@ -46,6 +49,8 @@ class Fitting:
     """Whether what is sent away goes to disk."""
     loss: Loss | None = None
     """The loss that was given."""
+    verify: Verify = "auto"
+    """What of a plan is verified."""
 
     def grown(self, elements: int, before: int) -> "Fitting":
         """The same for a larger call, if what is outside the model grows as the inputs do."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from rekindle.budget.fingerprints import Fingerprints, Gathering
 from rekindle.budget.loss import A_FUNCTION, Loss, in_form, scalar_in
 from rekindle.budget.memory import bytes_of, storages_of
 from rekindle.budget.values import LossSource
@@ -39,6 +40,7 @@ class Step:
         self.function: Callable[[], Any] | None = None
         self._others: dict[Tensor, Tensor | None] | None = None
         """What else gets gradients, with those it had; None before the first step."""
+        self._gathering: Gathering | None = None
         self.before_each: Callable[[], None] | None = None
         """Called before each forward, if set: puts random states back, so that all are alike."""
         self.call = Call((), {})
@@ -80,6 +82,36 @@ class Step:
             for leaf, gradient in (self._others or {}).items():
                 leaf.grad = gradient
             self._others = None
+
+    def fingerprints(self) -> Fingerprints:
+        """Run it from gradients of zero; returns the fingerprints of all that it makes.
+
+        Of the model by the parameter's name, and of each leaf outside it by that. Gradients that
+        are let go of as they come are looked at before.
+        """
+        with torch.no_grad():
+            for gradient in self._gradients().values():
+                if gradient is not None:
+                    gradient.zero_()
+        gathering = self._gathering = Gathering()
+        try:
+            self()
+        finally:
+            self._gathering = None
+        for key, gradient in self._gradients().items():
+            if gradient is not None and key not in gathering:
+                gathering.add(key, gradient)
+        return gathering.read()
+
+    def see_gradient(self, name: str, gradient: Tensor) -> None:
+        """A gradient of the model's is there, and is about to be let go of."""
+        if self._gathering is not None:
+            self._gathering.add(name, gradient)
+
+    def _gradients(self) -> dict[Any, Tensor | None]:
+        """The gradients that there are: of the model by name, and of each leaf outside it."""
+        own: dict[Any, Tensor | None] = {n: p.grad for n, p in self.model.named_parameters()}
+        return own | {leaf: leaf.grad for leaf in self._others or {}}
 
     def loss(self) -> Tensor:
         """Run the forward; returns the loss."""

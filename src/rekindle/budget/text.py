@@ -34,6 +34,8 @@ def format_plan(plan: Plan) -> str:
             f"  measured        {format_bytes(plan.measured_peak)}, "
             f"{plan.measured_time * 1e3:.1f} ms a step"
         )
+    if plan.verified is not None:
+        lines.append(f"  verified        {plan.verified}")
     lines += _nearby("with less", plan.less, plan.predicted_time)
     lines += _nearby("with more", plan.more, plan.predicted_time)
     groups: list[tuple[Option, str, list[str]]] = []

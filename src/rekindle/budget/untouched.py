@@ -4,6 +4,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,24 +21,26 @@ from rekindle.modules.caches import no_caches
 from rekindle.modules.forward import Forward, forward_of
 
 Rewind = Callable[[], None]
+OnGradient = Callable[[str, Tensor], None]
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[Rewind]:
+def untouched(model: nn.Module, on_gradient: OnGradient | None = None) -> Iterator[Rewind]:
     """Whatever runs inside: gradients, buffers, strategies and random states end as they were.
 
     So does what modules note. A plan that stands on the model says nothing meanwhile, and no cache
     of keys and values is kept. Gives a function that puts the random states back to where they are
     now, so that a step can be run again with the same draws.
 
-    Each part is put back whatever becomes of the others.
+    Each part is put back whatever becomes of the others. `on_gradient` is shown each gradient
+    before it is let go of; those that stay are for the caller to look at.
     """
     with turn_of(model), ExitStack() as stack:
         stack.callback(put_back, set_aside(model))
         stack.callback(_put_back_forwards, {m: forward_of(m) for m in model.modules()})
         stack.callback(undo, model)
         stack.enter_context(_buffers_put_back(model))
-        stack.enter_context(_gradients_put_back(model))
+        stack.enter_context(_gradients_put_back(model, on_gradient))
         rewind = stack.enter_context(_random_states_put_back(model))
         stack.enter_context(no_caches(model))
         stack.enter_context(notes_put_back(model))
@@ -45,9 +48,19 @@ def untouched(model: nn.Module) -> Iterator[Rewind]:
 
 
 @contextmanager
+def rewound(model: nn.Module) -> Iterator[None]:
+    """Steps inside leave buffers and notes as they were: the next one is the first.
+
+    Gradients add up, and whatever learns from step to step keeps what it has learnt.
+    """
+    with _buffers_put_back(model), notes_put_back(model):
+        yield
+
+
+@contextmanager
 def repeatable(step: Step) -> Iterator[None]:
     """Inside, every run of a step draws the same random numbers; the model ends as it was."""
-    with untouched(step.model) as rewind, step.leaving_no_gradients():
+    with untouched(step.model, step.see_gradient) as rewind, step.leaving_no_gradients():
         step.before_each = rewind
         try:
             yield
@@ -81,33 +94,35 @@ def _buffers_put_back(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _gradients_put_back(model: nn.Module) -> Iterator[None]:
+def _gradients_put_back(model: nn.Module, on_gradient: OnGradient | None) -> Iterator[None]:
     """Gradients that a step makes are let go of as soon as they are there.
 
     So measuring needs no second set of them. Where that takes no memory there is one all the same,
     and so on ranks that reduce theirs: what reduces them looks for them later.
     """
-    before = {p: p.grad for p in model.parameters()}
+    before = {name: (p, p.grad) for name, p in model.named_parameters()}
     with ExitStack() as stack:
-        stack.callback(_set_gradients, before)
-        for parameter in before:
+        stack.callback(_set_gradients, list(before.values()))
+        for name, (parameter, _) in before.items():
             if not parameter.requires_grad:
                 parameter.grad = None
             elif has_others() or has_no_memory(parameter):
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 parameter.grad = None
-                handle = parameter.register_post_accumulate_grad_hook(_let_go)
-                stack.callback(handle.remove)
+                let_go = partial(_let_go, name, on_gradient)
+                stack.callback(parameter.register_post_accumulate_grad_hook(let_go).remove)
         yield
 
 
-def _let_go(parameter: Tensor) -> None:
+def _let_go(name: str, on_gradient: OnGradient | None, parameter: Tensor) -> None:
+    if on_gradient is not None and parameter.grad is not None:
+        on_gradient(name, parameter.grad)
     parameter.grad = None
 
 
-def _set_gradients(gradients: dict[nn.Parameter, Tensor | None]) -> None:
-    for parameter, gradient in gradients.items():
+def _set_gradients(gradients: list[tuple[nn.Parameter, Tensor | None]]) -> None:
+    for parameter, gradient in gradients:
         parameter.grad = gradient
 
 

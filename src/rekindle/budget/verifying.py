@@ -1,0 +1,148 @@
+"""Compares the gradients of a step under a plan with those of the same step by other means.
+
+The other step, the reference, runs each block the other way, as far as memory allows: what the plan
+keeps is recomputed, and what it recomputes, moves or derives is kept. So each gradient is made in
+two ways, and a plan whose engines are wrong is never applied.
+
+Note [Gradients that do not repeat]. Some kernels add up in an order that changes from run to run,
+so two steps that are right may differ. Where gradients differ, the reference is run again. If it
+does not repeat itself either, the plan's distance from it has to be within a multiple of the
+reference's own spread. If it repeats itself bit for bit, what differs is the plan.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rekindle.budget.agreement import highest
+from rekindle.budget.fingerprints import Fingerprint, Fingerprints, differing
+from rekindle.budget.plan import Plan
+from rekindle.budget.simulate import simulate
+from rekindle.budget.step import Step
+from rekindle.budget.untouched import repeatable
+from rekindle.budget.values import Option, Profile
+from rekindle.errors import RekindleError
+from rekindle.modules.application import apply, undo
+
+BIT_FOR_BIT = "gradients bit for bit those without the plan"
+_AGAIN = 2
+"""How often the reference is run again where gradients differ."""
+_MULTIPLE = 4.0
+"""How many times the reference's own spread a plan's gradients may be away from it."""
+_NAMED = 3
+"""Parameters that an error names."""
+
+
+class GradientError(RekindleError):
+    """A step under a plan has other gradients than the same step without it."""
+
+
+def verify_gradients(
+    step: Step, plan: Plan, found: Fingerprints, measured: Profile, limit: int
+) -> str | None:
+    """Compare the gradients of a step under a plan with those of a reference.
+
+    Returns what was found; None if no other way of running the blocks fits the limit. An error if
+    the gradients are wrong. All ranks run the same number of steps.
+    """
+    options = reference_for(plan, measured, limit)
+    if options == [option.fate for _, _, option in plan.blocks]:
+        return None
+    fates = {path: fate for (path, _, _), fate in zip(plan.blocks, options, strict=True)}
+    device = next(step.model.parameters()).device
+    reference = _gradients(step, fates)
+    others = differing(found, reference)
+    if not highest(len(others), device):
+        return BIT_FOR_BIT
+    again = [_gradients(step, fates) for _ in range(_AGAIN)]
+    wrong = [key for key in others if not _is_within(found[key], reference[key], again, key)]
+    if highest(len(wrong), device):
+        raise GradientError(_told(plan, found, reference, wrong))
+    count = highest(len(others), device)
+    parameters = "1 parameter" if count == 1 else f"{count} parameters"
+    return f"gradients within the run-to-run spread of {parameters}, the others bit for bit"
+
+
+def reference_for(plan: Plan, measured: Profile, limit: int) -> list[str]:
+    """A fate for each block, other than the plan's where memory allows: keep or recompute.
+
+    A block that is called twice has one fate.
+    """
+    fates = {path: "recompute" for path, _, _ in plan.blocks}
+    for path, _, option in plan.blocks:
+        if option.fate != "keep" and fates[path] == "recompute":
+            fates[path] = "keep"
+            if simulate(measured, _options(measured, fates)).peak > limit:
+                fates[path] = "recompute"
+    return [fates[path] for path, _, _ in plan.blocks]
+
+
+def _options(measured: Profile, fates: dict[str, str]) -> list[Option]:
+    """The options that stand for fates; where a menu has none such, the one that holds least."""
+    found = []
+    for i, (path, _) in enumerate(measured.order):
+        menu = measured.options(i)
+        fitting = [option for option in menu if option.fate == fates[path]]
+        found.append(min(fitting or menu, key=lambda option: option.bytes_held))
+    return found
+
+
+def _gradients(step: Step, fates: dict[str, str]) -> Fingerprints:
+    """The gradients of one step by some fates, from the state that the model is in; it stays so."""
+    with repeatable(step):
+        apply(step.model, fates)
+        found = step.fingerprints()
+        undo(step.model)
+    return found
+
+
+def _is_within(
+    found: Fingerprint, reference: Fingerprint, again: list[Fingerprints], key: Any
+) -> bool:
+    """Whether a gradient is as close to the reference as the reference is to itself."""
+    repeats = [each[key] for each in again if key in each]
+    if all(map(reference.is_same, repeats)):
+        return False
+    if any(map(found.is_same, repeats)):
+        return True
+    spread = max(map(reference.distance, repeats))
+    away = min(map(found.distance, [reference, *repeats]))
+    return away <= _MULTIPLE * spread + reference.epsilon * reference.norm
+
+
+def _told(plan: Plan, found: Fingerprints, reference: Fingerprints, wrong: Sequence[Any]) -> str:
+    if not wrong:
+        return (
+            "On another rank, a step under the plan has wrong gradients. This is a bug in rekindle."
+        )
+    named = [
+        f"  {_place(key, plan)}: off by {_share(found[key], reference[key])}"
+        for key in wrong[:_NAMED]
+    ]
+    if len(wrong) > _NAMED:
+        named.append(f"  and {len(wrong) - _NAMED} more")
+    begin = "A step under the plan has other gradients than the same step without it, which repeats"
+    end = "The plan is not applied. This is a bug in rekindle: please report it with the model"
+    return "\n".join([f"{begin} bit for bit:", *named, f"{end}."])
+
+
+def _place(key: Any, plan: Plan) -> str:
+    """A parameter, and what the plan does with its block."""
+    if isinstance(key, Tensor):
+        return f"a tensor of shape {list(key.shape)} outside the model"
+    around = [
+        (path, option)
+        for path, _, option in plan.blocks
+        if not path or str(key).startswith(f"{path}.")
+    ]
+    if not around:
+        return f"{key} (outside the blocks)"
+    path, option = around[0]
+    return f"{key} ({path or 'the model'}: {option.describe()})"
+
+
+def _share(found: Fingerprint, reference: Fingerprint) -> str:
+    if not reference.norm:
+        return f"{found.distance(reference):.2g}, where it is 0"
+    return f"{found.distance(reference) / reference.norm:.2g} of its norm"
