@@ -392,7 +392,7 @@ def test_a_budget_may_be_a_share_of_activations(share: int) -> None:
     model, batch = Stack(6, 16), torch.randn(512, 16)
     profile = rekindle.profile(model, batch)
     plan = rekindle.fit(model, batch, f"{share}%")
-    activations = plan.plain_peak - profile.static_bytes
+    activations = rekindle.solve(profile, "100%").plain_peak - profile.static_bytes
     assert plan.budget == profile.static_bytes + int(share / 100 * activations)
     assert plan.measured_peak is not None
     assert plan.measured_peak <= plan.budget
@@ -483,7 +483,8 @@ def test_a_second_fit_replaces_the_first() -> None:
     plain = step(model, batch)
     first = rekindle.fit(model, batch, "50%")
     second = rekindle.fit(model, batch, "100%")
-    assert second.plain_peak == first.plain_peak
+    assert second.plain_peak <= first.plain_peak  # measured, and predicted
+    assert second.keeps_all
     assert second.budget > first.budget
     assert all_same(plain, step(model, batch))
     rekindle.remove(model)

@@ -115,9 +115,9 @@ def test_without_a_plan_an_error_is_left_as_it_is() -> None:
 
 
 def test_parts_that_are_called_without_the_model_name_it_too() -> None:
-    model = planned(KEEP)
-    (note,) = notes(failed(model.blocks[1], "forward"))
+    (note,) = notes(failed(planned(DROP).blocks[1], "forward"))
     assert note.startswith(FORESEEN)
+    assert notes(failed(planned(KEEP).blocks[1], "forward")) == []  # it is left as it is
 
 
 def test_what_was_measured_is_named() -> None:

@@ -11,7 +11,15 @@ from rekindle.budget import profiling
 from rekindle.budget.agreement import agreed, highest
 from rekindle.budget.fingerprints import Fingerprints
 from rekindle.budget.plan import Plan
-from rekindle.budget.planning import BudgetError, budget_bytes, plan_by, solved, with_nearby
+from rekindle.budget.planning import (
+    BudgetError,
+    budget_bytes,
+    plain_options,
+    plain_prediction,
+    plan_by,
+    solved,
+    with_nearby,
+)
 from rekindle.budget.progress import tell
 from rekindle.budget.shapes import elements
 from rekindle.budget.standing import Fitting, Verify, keep_fitted, plan_of
@@ -41,6 +49,8 @@ def fit_again(model: nn.Module, call: Call, fitting: Fitting) -> Plan:
             rest = max(measured.rest_peak, fitting.rest_peak)
             measured = replace(measured, rest_peak=rest, output_held=fitting.output_held)
     plan = fitted(Step(model, call, fitting.loss), fitting.budget, measured, fitting.verify)
+    if measured.loss != "given" and fitting.rest_peak:  # nor is it in a step that is measured
+        plan = replace(plan, plain_peak=max(plan.plain_peak, plain_prediction(measured).peak))
     apply(model, plan)
     keep_fitted(model, fitting)
     return plan
@@ -66,8 +76,29 @@ def _measured_again(model: nn.Module, call: Call, fitting: Fitting) -> Profile:
 def fitted(step: Step, budget: int | str, measured: Profile, verify: Verify) -> Plan:
     """The plan for a budget that was tried out; the model ends as it was."""
     limit = budget_bytes(measured, budget)
-    plan = fastest_within(step, limit, measured, verify)
+    plain = _tried_as_it_is(step, limit, measured)
+    if plain is not None and _peak(plain) <= limit:
+        plan = plain
+    else:
+        plan = fastest_within(step, limit, measured, verify)
+        if plain is not None:
+            plan = replace(plan, plain_peak=plain.plain_peak, plain_time=plain.plain_time)
     return _for_budget(with_nearby(measured, plan), limit)
+
+
+def _tried_as_it_is(step: Step, limit: int, measured: Profile) -> Plan | None:
+    """The step without a plan, measured, if it is predicted to fit: then there is no need of one.
+
+    As a plan whose blocks all keep what they keep, and which changes none of them.
+    """
+    prediction = plain_prediction(measured)
+    if prediction.peak > limit:
+        return None
+    tell("as it is")
+    plan = plan_by(measured, limit, plain_options(measured), prediction, 0.0)
+    trial = try_out(step, plan, measured)
+    peak = highest(trial.peak, _device(step))
+    return replace(plan.measured(peak, trial.seconds), plain_peak=peak, plain_time=trial.seconds)
 
 
 def fastest_within(step: Step, limit: int, measured: Profile, verify: Verify = "peak") -> Plan:
@@ -147,6 +178,11 @@ _HARDLY = 0.005
 def _seconds(plan: Plan) -> float:
     assert plan.measured_time is not None, "it was tried out"
     return plan.measured_time
+
+
+def _peak(plan: Plan) -> int:
+    assert plan.measured_peak is not None, "it was tried out"
+    return plan.measured_peak
 
 
 def _with_fewer_means(profile: Profile, plan: Plan) -> Iterator[Profile]:

@@ -214,10 +214,11 @@ def fit(
     """Make a training step of a model fit a budget, at the smallest cost in time, in place.
 
     Profiles, solves, applies, and runs a step to see: a plan that is over the budget is made anew
-    with less, and one whose gradients are not those of a step without it is never applied. When the
-    model is called with more than it was planned for, it is planned again, and a log line says so;
-    `plan_of` has the plan that holds. `rekindle.remove(model)` undoes it. In a distributed run all
-    ranks call it, and get the plan of the first.
+    with less, and one whose gradients are not those of a step without it is never applied. A model
+    that fits as it is is left as it is. When the model is called with more than it was planned for,
+    it is planned again, and a log line says so; `plan_of` has the plan that holds.
+    `rekindle.remove(model)` undoes it. In a distributed run all ranks call it, and get the plan of
+    the first.
 
     >>> import torch, rekindle
     >>> block = lambda: torch.nn.Sequential(

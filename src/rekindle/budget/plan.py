@@ -29,7 +29,7 @@ class Plan:
     """Seconds a step."""
     plain_peak: int
     plain_time: float
-    """What is predicted without a plan."""
+    """The same without a plan: predicted, or measured where `fit` ran such a step."""
     gap: float
     """How far from the best the time may be, as a share."""
     peak_at: str
@@ -75,6 +75,11 @@ class Plan:
         from rekindle.budget.standing import stand  # it knows plans  # noqa: PLC0415
 
         stand(self, model)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the model fits as it is: every block keeps what plain autograd keeps."""
+        return all(option.fate == "keep" for _, _, option in self.blocks)
 
     @property
     def offloads(self) -> bool:

@@ -69,13 +69,13 @@ def plan_by(
 
 def plain_prediction(profile: Profile) -> Prediction:
     """What a step takes without a plan."""
-    return simulate(
-        profile,
-        [
-            next(o for o in profile.options(i) if o.fate == "keep")
-            for i in range(len(profile.order))
-        ],
-    )
+    return simulate(profile, plain_options(profile))
+
+
+def plain_options(profile: Profile) -> list[Option]:
+    """The options by which every block runs as without a plan."""
+    menus = (profile.options(i) for i in range(len(profile.order)))
+    return [next(option for option in menu if option.fate == "keep") for menu in menus]
 
 
 def budget_bytes(profile: Profile, budget: int | str) -> int:

@@ -241,8 +241,11 @@ def stand(plan: Plan, model: nn.Module) -> None:
     """Let a plan stand on a model that runs by it; `rekindle.remove` takes it off."""
     standing = Standing(plan, model)
     blocks = {model.get_submodule(path) for path, _, _ in plan.blocks}
+    left_alone = {m for block in blocks - {model} for m in block.modules() if plan.keeps_all}
     last = model.get_submodule(plan.blocks[-1][0]) if plan.offloads else None
     for module in model.modules():
+        if module in left_alone:  # it fits as it is
+            continue
         handles = [forbid_cache(module)]
         if module is model and plan.inputs:
             handles.append(module.register_forward_pre_hook(standing.before, with_kwargs=True))
