@@ -64,7 +64,7 @@ def test_all_ranks_have_the_plan_of_the_first(ranks: list[dict[str, Any]], kind:
 
 @each_kind
 def test_gradients_are_verified_on_every_rank(ranks: list[dict[str, Any]], kind: str) -> None:
-    assert [rank[kind]["verified"] for rank in ranks] == [BIT_FOR_BIT, BIT_FOR_BIT]
+    assert all(rank[kind]["verified"].startswith(BIT_FOR_BIT) for rank in ranks)
 
 
 @each_kind

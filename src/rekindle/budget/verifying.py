@@ -10,6 +10,7 @@ does not repeat itself either, the plan's distance from it has to be within a mu
 reference's own spread. If it repeats itself bit for bit, what differs is the plan.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from rekindle.budget.values import Option, Profile
 from rekindle.errors import RekindleError
 from rekindle.modules.application import apply, undo
 
-BIT_FOR_BIT = "gradients bit for bit those without the plan"
+BIT_FOR_BIT = "gradients bit for bit"
 _AGAIN = 2
 """How often the reference is run again where gradients differ."""
 _MULTIPLE = 4.0
@@ -46,36 +47,49 @@ def verify_gradients(
     Returns what was found; None if no other way of running the blocks fits the limit. An error if
     the gradients are wrong. All ranks run the same number of steps.
     """
-    options = reference_for(plan, measured, limit)
-    if options == [option.fate for _, _, option in plan.blocks]:
+    fates = reference_for(plan, measured, limit)
+    changed = {path for path, _, option in plan.blocks if option.fate != fates[path]}
+    if not changed:
         return None
-    fates = {path: fate for (path, _, _), fate in zip(plan.blocks, options, strict=True)}
+    how = f"with {len(changed)} of {len(fates)} blocks run another way"
     device = next(step.model.parameters()).device
     reference = _gradients(step, fates)
     others = differing(found, reference)
     if not highest(len(others), device):
-        return BIT_FOR_BIT
+        return f"{BIT_FOR_BIT}, {how}"
     again = [_gradients(step, fates) for _ in range(_AGAIN)]
     wrong = [key for key in others if not _is_within(found[key], reference[key], again, key)]
     if highest(len(wrong), device):
         raise GradientError(_told(plan, found, reference, wrong))
     count = highest(len(others), device)
     parameters = "1 parameter" if count == 1 else f"{count} parameters"
-    return f"gradients within the run-to-run spread of {parameters}, the others bit for bit"
+    return f"{BIT_FOR_BIT} but for {parameters}, within the run-to-run spread, {how}"
 
 
-def reference_for(plan: Plan, measured: Profile, limit: int) -> list[str]:
+def reference_for(plan: Plan, measured: Profile, limit: int) -> dict[str, str]:
     """A fate for each block, other than the plan's where memory allows: keep or recompute.
 
-    A block that is called twice has one fate.
+    Where it does not for all, at first one block of each kind, then a second, and so on.
     """
-    fates = {path: "recompute" for path, _, _ in plan.blocks}
-    for path, _, option in plan.blocks:
-        if option.fate != "keep" and fates[path] == "recompute":
+    options = {path: option for path, _, option in plan.blocks}
+    fates = dict.fromkeys(options, "recompute")
+    for path in _kinds_in_turn(measured):
+        if options[path].fate != "keep":
             fates[path] = "keep"
             if simulate(measured, _options(measured, fates)).peak > limit:
                 fates[path] = "recompute"
-    return [fates[path] for path, _, _ in plan.blocks]
+    return fates
+
+
+def _kinds_in_turn(measured: Profile) -> list[str]:
+    """The blocks: the first of each kind, then the second of each, and so on."""
+    count: Counter[int] = Counter()
+    turns: dict[str, int] = {}
+    for path, kind in measured.order:
+        if path not in turns:
+            turns[path] = count[kind]
+            count[kind] += 1
+    return sorted(turns, key=turns.__getitem__)
 
 
 def _options(measured: Profile, fates: dict[str, str]) -> list[Option]:
