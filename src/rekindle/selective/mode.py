@@ -235,7 +235,7 @@ class RecordMode(TorchDispatchMode):
             book.just_saved.clear()
         fate = op.fate
         if self._by_address is not None:
-            fate = self._fate_at_address(op.name, args)
+            fate = self._fate_at_address(op.name, (*args, *kwargs.values()) if kwargs else args)
         elif self._by_number is not None:
             fate = self._by_number.get(self._counter.number, _RECOMPUTE)
         elif fate is None or op.keeps_inputs:
@@ -287,12 +287,12 @@ class RecordMode(TorchDispatchMode):
                     book.hold(tensor, Value(None), func)
         return out
 
-    def _fate_at_address(self, name: str, args: tuple[Any, ...]) -> Fate:
-        """The fate of an op's result by its address."""
+    def _fate_at_address(self, name: str, given: tuple[Any, ...]) -> Fate:
+        """The fate of an op's result by its address; `given` is all that the op was given."""
         addresses = self._addresses
         if addresses is None or name not in addresses.counts:
             return _RECOMPUTE
-        if depends_on_parameters_alone(args, self.book.is_fixed):
+        if depends_on_parameters_alone(given, self.book.is_fixed):
             return _RECOMPUTE
         return addresses.fate_of_next(name)
 
