@@ -65,10 +65,9 @@ class Plan:
         unplanned = [path for path in blocks_of(model) if path not in planned]
         if unplanned and planned & set(blocks_of(model)):
             raise ValueError(f"The model has a block that the plan has not: {unplanned[0]!r}")
-        rest = dict.fromkeys((path for path in self.unused if path in modules), "recompute")
-        does_anything = any(option.fate != "keep" for _, _, option in self.blocks)
-        planned_fates = {path: what_of(option) for path, _, option in self.blocks}
-        return {**rest, **planned_fates} if does_anything else planned_fates
+        skipped = () if self.keeps_all else (path for path in self.unused if path in modules)
+        fates = {path: what_of(option) for path, _, option in self.blocks}
+        return {**dict.fromkeys(skipped, "recompute"), **fates}
 
     def stand_on(self, model: nn.Module) -> None:
         """See to it that a model that runs by the plan says so when it is called with more."""
