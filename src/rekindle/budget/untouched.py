@@ -19,6 +19,7 @@ from rekindle.budget.turns import turn_of
 from rekindle.modules.application import undo
 from rekindle.modules.caches import no_caches
 from rekindle.modules.forward import Forward, forward_of
+from rekindle.replay.reach import generators_of
 
 Rewind = Callable[[], None]
 OnGradient = Callable[[str, Tensor], None]
@@ -128,16 +129,22 @@ def _set_gradients(gradients: list[tuple[nn.Parameter, Tensor | None]]) -> None:
 
 @contextmanager
 def _random_states_put_back(model: nn.Module) -> Iterator[Rewind]:
-    """Of torch, for the CPU and the model's devices; of Python, and of numpy where it is in use."""
+    """Of torch, for the CPU, the model's devices and the generators that the model holds.
+
+    And of Python, and of numpy where it is in use.
+    """
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     numpy: Any = sys.modules.get("numpy")
     cpu, cuda = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
+    generators = [(generator, generator.get_state()) for generator in generators_of(model)]
     own, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
 
     def rewind() -> None:
         torch.set_rng_state(cpu)
         for device, state in zip(devices, cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
+        for generator, state in generators:
+            generator.set_state(state)
         random.setstate(own)
         if numpy is not None:
             numpy.random.set_state(numpys)

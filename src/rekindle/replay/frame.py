@@ -62,6 +62,7 @@ from rekindle.replay.collect import (
     is_worth_stopping,
 )
 from rekindle.replay.fingerprint import Fingerprints
+from rekindle.replay.generators import DrawWatch
 from rekindle.replay.inputs import Inputs
 from rekindle.replay.modules import ModuleState
 from rekindle.replay.options import Options
@@ -84,6 +85,8 @@ class Frame:
     values: Fingerprints | None = None
     trace: OpTrace | None = None
     watch: observation.Watch | None = None
+    watches_draws = False
+    """Whether the forward is watched for generators. Note [How generators are found]."""
     running = False
     careful = False
     """Whether a replay is to be looked at save by save. Note [A replay that runs to its end]."""
@@ -117,12 +120,13 @@ class Frame:
         self.hooked = hooks is not None
         self.inputs = Inputs(args, kwargs, hooks)
         self.ambient = ambient.take()
-        modules, generators = reached_from(function, args, kwargs)
+        modules, generators, saw_all = reached_from(function, args, kwargs)
         if modules:
             self.modules = ModuleState(modules, function)
         if options.preserve_rng_state:
             self.had_cuda = cuda_in_use()
             self.rng = random_state.take(self.inputs.devices, generators)
+            self.watches_draws = not saw_all
         self.tracer = entered_mode(PROXY)
         self.slots: list[ref[Slot]] = []
         self.sites: list[RawSite] = []
@@ -142,9 +146,11 @@ class Frame:
             self.watch = observation.Watch(self.function)
             self.watch.ran(self.inputs.tensors(), held=not self.hooked)
             self.looking = True
-        if self.contexts is not None or self.trace is not None:
+        if self.contexts is not None or self.trace is not None or self.watches_draws:
             self._entered = ExitStack()
             try:
+                if self.watches_draws:
+                    self._entered.enter_context(DrawWatch(self))
                 if self.contexts is not None:
                     self._entered.enter_context(self.contexts[0])
                 if self.trace is not None:

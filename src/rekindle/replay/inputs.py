@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES
 
 from rekindle.internals import version_of
-from rekindle.replay.reach import PLAIN
+from rekindle.replay.generators import PLAIN
 
 _Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 

@@ -78,8 +78,8 @@ def drifted(frame: "Frame", drifts: "list[Drift]") -> CheckpointError:
         f"The first is activation {first.position + 1}, {first.what}: {first.how_much}.\n"
         f"It is saved by\n    {then.op}\n    {then}",
         "a nondeterministic op (atomics, `index_add`, some convolutions), a random generator that "
-        "the region does not get as an argument, or a value outside the region that changed: a "
-        "parameter updated between forward and backward, a global, an attribute",
+        "is not torch's, or a value outside the region that changed: a parameter updated "
+        "between forward and backward, a global, an attribute",
         "make the region depend on its arguments alone; look at the ops before the place shown, "
         "and at what they read from outside.",
     )

@@ -2,7 +2,8 @@
 
 Followed are: modules and what is below them; bound methods; partials; closures, default arguments
 and globals of functions; containers; and the attributes of plain objects, a few steps deep. A
-module that is reached in no such way is run twice like any other code.
+module that is reached in no such way is run twice like any other code. What modules hold is
+searched for generators, however deep: Note [How generators are found] in generators.py.
 """
 
 import functools
@@ -14,55 +15,81 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-_Found: TypeAlias = tuple[list[nn.Module], list[torch.Generator]]
+from rekindle.replay.generators import (
+    ATOMS,
+    class_parts,
+    module_parts,
+    parts_of_function,
+    search,
+)
+
 _DEPTH = 6
 """How many steps to follow: decorators wrap functions a few times over."""
 _LONG = 256
 """A longer container is data, not layers."""
 _MANY = 10_000
 """More modules than this, and the walk looks for cycles."""
-PLAIN = frozenset(
-    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-)
-"""Types whose values hold nothing and never change."""
-_ATOMS = PLAIN | {Tensor, nn.Parameter, types.ModuleType, types.BuiltinFunctionType}
+
+
+Reached: TypeAlias = tuple[list[nn.Module], list[torch.Generator], bool]
+"""Modules, some maybe twice; generators; and whether everything that may lead to a generator was
+looked at."""
 
 
 def reached_from(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> _Found:
-    """Every module and random generator that a call can be seen to reach; some maybe twice."""
-    found: _Found = ([], [])
-    modules = found[0]
+) -> Reached:
+    """Every module and random generator that a call can be seen to reach."""
+    modules: list[nn.Module] = []
+    generators: list[torch.Generator] = []
+    found = modules, generators
     if isinstance(function, nn.Module):
         modules.append(function)
     elif type(function) is types.FunctionType:
-        for part in _parts_of_function(function):
+        for part in parts_of_function(function):
             _follow(part, found, _DEPTH)
     else:
         _follow(function, found, _DEPTH)
     for value in args:
-        if type(value) not in _ATOMS:
+        if type(value) not in ATOMS:
             _follow(value, found, _DEPTH)
     for value in kwargs.values():
-        if type(value) not in _ATOMS:
+        if type(value) not in ATOMS:
             _follow(value, found, _DEPTH)
+    if not modules:
+        return modules, generators, True
+    modules = _with_children(modules)
+    holders = module_parts(modules) + class_parts(set(map(type, modules)))
+    if not holders:
+        return modules, generators, True
+    held = search(holders, len(modules), set(map(id, modules)))
+    return modules, generators + (held or []), held is not None
+
+
+def _with_children(modules: list[nn.Module]) -> list[nn.Module]:
+    """The modules and all that are below them."""
     for module in modules:  # grows while it is walked
         children = module._modules
         if children:
             modules.extend([child for child in children.values() if child is not None])
             if len(modules) > _MANY:  # also what a module that holds itself comes to
-                return list({below: None for top in modules for below in top.modules()}), found[1]
-    return found
+                return list({below: None for top in modules for below in top.modules()})
+    return modules
 
 
-def _follow(value: Any, found: _Found, depth: int) -> None:
+def generators_of(model: nn.Module) -> list[torch.Generator]:
+    """The random generators that a model holds, each once."""
+    found = reached_from(model, (), {})[1]
+    return list({id(generator): generator for generator in found}.values())
+
+
+def _follow(value: Any, found: tuple[list[nn.Module], list[torch.Generator]], depth: int) -> None:
     kind = type(value)
-    if kind in _ATOMS or isinstance(value, Tensor | type):
+    if kind in ATOMS or isinstance(value, Tensor | type):
         return
     if isinstance(value, nn.Module):
         found[0].append(value)
-    elif kind is torch.Generator:
+    elif isinstance(value, torch.Generator):
         found[1].append(value)
     elif depth > 0:
         for part in _parts(value):
@@ -72,7 +99,7 @@ def _follow(value: Any, found: _Found, depth: int) -> None:
 def _parts(value: Any) -> Iterable[Any]:
     """What a value leads to in one step."""
     if isinstance(value, types.FunctionType):
-        return _parts_of_function(value)
+        return parts_of_function(value)
     if isinstance(value, types.MethodType):
         return (value.__self__, value.__func__)
     if isinstance(value, functools.partial):
@@ -85,21 +112,3 @@ def _parts(value: Any) -> Iterable[Any]:
         return (owner,)
     attributes: dict[str, Any] = getattr(value, "__dict__", {})
     return tuple(attributes.values()) if len(attributes) <= _LONG else ()
-
-
-def _parts_of_function(function: types.FunctionType) -> list[Any]:
-    parts: list[Any] = []
-    for cell in function.__closure__ or ():
-        try:
-            parts.append(cell.cell_contents)
-        except ValueError:  # a variable that is not assigned yet
-            continue
-    if function.__defaults__:
-        parts += function.__defaults__
-    if function.__kwdefaults__:
-        parts += function.__kwdefaults__.values()
-    bound = function.__globals__
-    for name in function.__code__.co_names:
-        if name in bound and type(bound[name]) not in _ATOMS:
-            parts.append(bound[name])
-    return parts

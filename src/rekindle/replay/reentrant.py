@@ -6,7 +6,7 @@ cannot know: gradients with respect to chosen inputs, tensors inside containers,
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from rekindle import observation
 from rekindle.errors import RekindleError
 from rekindle.internals import cuda_in_use, runs_whole_graph
 from rekindle.replay import ambient, rng
+from rekindle.replay.generators import DrawWatch
 from rekindle.replay.modules import ModuleState
 from rekindle.replay.reach import reached_from
 from rekindle.replay.switches import recomputing
@@ -55,7 +56,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.positions = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         ctx.save_for_backward(*tensors)
         ctx.ambient = ambient.take()
-        modules, generators = reached_from(run_function, args, {})
+        modules, generators, saw_all = reached_from(run_function, args, {})
         ctx.modules = ModuleState(modules, run_function)
         ctx.had_cuda = cuda_in_use()
         ctx.rng = None
@@ -64,7 +65,7 @@ class CheckpointFunction(torch.autograd.Function):
         if observation.active and not recomputing.get():
             observation.Watch(run_function).ran(tensors)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), nullcontext() if saw_all else DrawWatch(ctx):
                 return run_function(*args)
         finally:
             ctx.modules.close()
