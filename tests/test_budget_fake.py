@@ -629,7 +629,9 @@ SAVED = rekindle.Profile(
     bytes_per_second=5e10,
     blocks=(
         rekindle.budget.values.BlockProfile(
-            "Block", "Block()", (Option("keep"), Option("select", (1, 3), (5,), 40, 20, 0.1))
+            "Block",
+            "Block()",
+            (Option("keep"), Option("recompute"), Option("select", (1, 3), (5,), 40, 20, 0.1)),
         ),
     ),
     order=(("blocks.0", 0), ("blocks.1", 0)),
@@ -655,7 +657,7 @@ def test_a_profile_that_was_saved_has_the_same_plans(tmp_path: Path) -> None:
 def test_a_saved_profile_is_json_with_its_schema_and_fields(tmp_path: Path) -> None:
     SAVED.save(tmp_path / "profile.json")
     values = json.loads((tmp_path / "profile.json").read_text())
-    assert (values["schema"], values["version"]) == ("rekindle profile", 4)
+    assert (values["schema"], values["version"]) == ("rekindle profile", 5)
     assert values.keys() - {"schema", "version"} == vars(SAVED).keys()
 
 

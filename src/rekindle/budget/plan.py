@@ -1,15 +1,15 @@
 """A plan: one option for each block, as a value. Saved as JSON, with no code in it."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
 from rekindle.budget import saving
 from rekindle.budget.execute import what_of
-from rekindle.budget.values import Nearby, Option, option_of
+from rekindle.budget.schema import Inconsistency
+from rekindle.budget.values import Nearby, Option, twice
 from rekindle.modules.blocks import blocks_of
 from rekindle.policies import Policy
 from rekindle.selective.by_save import Saves
@@ -75,6 +75,22 @@ class Plan:
 
         stand(self, model)
 
+    def inconsistencies(self) -> Iterator[Inconsistency]:
+        """What cannot be, of fields that are each of the right type."""
+        if not self.budget:
+            yield "budget", "should be above 0"
+        if not 0 <= self.gap <= 1:
+            yield "gap", f"should be a share, from 0 to 1, but is {self.gap}"
+        if not self.blocks:
+            yield "blocks", "should name a block, but is empty"
+        kinds: dict[str, str] = {}
+        for i, (path, kind, _) in enumerate(self.blocks):
+            if kinds.setdefault(path, kind) != kind:
+                yield f"blocks[{i}]", f"has a {kind} at {path!r}, where a {kinds[path]} is, too"
+        yield from twice(self.unused, set(kinds))
+        if (self.measured_peak is None) != (self.measured_time is None):
+            yield "measured_time", "should be there if, and only if, measured_peak is"
+
     @property
     def keeps_all(self) -> bool:
         """Whether the model fits as it is: every block keeps what plain autograd keeps."""
@@ -97,21 +113,9 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Read what `save` wrote."""
-        return saving.load(_plan_of, "plan", path)
+        return saving.load(cls, "plan", path)
 
     def __str__(self) -> str:
         from rekindle.budget.text import format_plan  # noqa: PLC0415
 
         return format_plan(self)
-
-
-def _plan_of(values: dict[str, Any]) -> Plan:
-    blocks = tuple((path, kind, option_of(option)) for path, kind, option in values.pop("blocks"))
-    less, more = (_nearby(values.pop(name, None)) for name in ("less", "more"))
-    inputs = tuple(tuple(shape) for shape in values.pop("inputs", ()))
-    unused = tuple(values.pop("unused", ()))
-    return Plan(blocks=blocks, less=less, more=more, inputs=inputs, unused=unused, **values)
-
-
-def _nearby(values: dict[str, Any] | None) -> Nearby | None:
-    return None if values is None else Nearby(**values)

@@ -55,7 +55,7 @@ def plan_by(
         predicted_time=found.seconds,
         plain_peak=plain.peak,
         plain_time=min(plain.seconds, found.seconds),  # a plan only adds to a plain step
-        gap=gap,
+        gap=min(gap, 1.0),
         peak_at=found.at,
         blocks=tuple(
             (path, profile.blocks[index].kind, option)

@@ -2,23 +2,27 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 from rekindle.budget import saving
+from rekindle.budget.schema import Difference, Inconsistency
 from rekindle.offload.options import FATE_OF_TIER, TierName
 from rekindle.selective.address import OpAddress
 
-LossSource = Literal["model", "given", "none"]
+LossSource: TypeAlias = Literal["model", "given", "none"]
 """Where a step's loss comes from: the model, or the function that is the step, returns it; it was
 given as `loss=`; or there is none, and the sum of the outputs stands for it."""
+
+OptionFate: TypeAlias = Literal["keep", "recompute", "derive", "select"]
 
 
 @dataclass(frozen=True)
 class Option:
     """One way to run a block, and what it costs."""
 
-    fate: str
+    fate: OptionFate
     """`keep` (plain), `recompute` (all of it), `derive` or `select`.
 
     `select` goes op by op: it can recompute anything, but has the host look at every op. `derive`
@@ -36,7 +40,7 @@ class Option:
     backward_seconds: float = 0.0
     forward_peak: int = 0
     """The most that the forward has on the device, above what was there before it."""
-    backward_peak: int = 0
+    backward_peak: Difference = 0
     """The most that the backward has on the device, above what was there before it."""
     kept_names: tuple[str, ...] = ()
     """Words for the ops of `kept`, the largest result first: for people."""
@@ -91,6 +95,30 @@ class Option:
             return ", ".join([*parts, "keep the rest" if parts else "keep all"])
         return ", ".join([*parts, "recompute the rest" if parts else "recompute all"])
 
+    def inconsistencies(self) -> Iterator[Inconsistency]:
+        """What cannot be, of fields that are each of the right type."""
+        for name, fates in _NUMBERS.items():
+            numbers: tuple[int, ...] = getattr(self, name)
+            if list(numbers) != sorted(set(numbers)):
+                yield name, f"numbers should go up, but are {list(numbers)[:9]}"
+            if numbers and self.fate not in fates:
+                yield name, f"should be empty where the fate is {self.fate}"
+        for name in ("kept", "derived"):
+            if shared := set(self.offloaded) & set(getattr(self, name)):
+                yield name, f"has {min(shared)}, which is offloaded, too"
+        if self.bytes_moved and self.fate not in _NUMBERS["offloaded"]:
+            yield "bytes_moved", f"should be 0 where the fate is {self.fate}"
+        if self.largest_moved > self.bytes_moved:
+            yield "largest_moved", f"is more than is moved: {self.largest_moved}"
+
+
+_NUMBERS = {
+    "kept": ("select",),
+    "offloaded": ("select", "derive"),
+    "derived": ("derive",),
+}
+"""Fields of an option that number results, and the fates that may have some."""
+
 
 def _results(numbers: tuple[int, ...], names: tuple[str, ...]) -> str:
     """How many results, and of what: `3 results (mm x2, attention)`."""
@@ -107,25 +135,6 @@ _KINDS = 4
 """Kinds of ops that are told; of more, only how many."""
 
 
-_FATES = ("keep", "recompute", "derive", "select")
-
-
-def option_of(values: dict[str, Any]) -> Option:
-    """An option as it was saved; an error if it is none."""
-    if values["fate"] not in _FATES:
-        raise ValueError(f"a fate is one of {', '.join(_FATES)}, but got {values['fate']!r}")
-    if values["tier"] not in FATE_OF_TIER:
-        raise ValueError(f"a tier is host or disk, but got {values['tier']!r}")
-    for name in ("kept", "offloaded", "derived"):
-        if not all(type(number) is int for number in values[name]):
-            raise ValueError(f"{name} should be numbers, but got {values[name]!r}")
-    names = ("kept", "offloaded", "derived", "kept_names", "offloaded_names", "derived_names")
-    lists: dict[str, tuple[Any, ...]] = {name: tuple(values[name]) for name in names}
-    for name in ("kept_ops", "offloaded_ops"):
-        lists[name] = tuple(OpAddress(**address) for address in values.get(name, ()))
-    return Option(**{**values, **lists})
-
-
 @dataclass(frozen=True)
 class BlockProfile:
     """What was measured of a block that occurs once or more."""
@@ -139,6 +148,13 @@ class BlockProfile:
     output_let_go: int = 0
     """Bytes of its output that it does not hold itself, by any option."""
 
+    def inconsistencies(self) -> Iterator[Inconsistency]:
+        """What cannot be, of fields that are each of the right type."""
+        for fate in ("keep", "recompute"):
+            count = sum(option.fate == fate for option in self.options)
+            if count != 1:
+                yield "options", f"should have one that is to {fate}, but {count} are"
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -150,9 +166,9 @@ class Profile:
     """The shapes of the batch."""
     static_bytes: int
     """Parameters, buffers, gradients, optimizer state: there all the time."""
-    before_bytes: int
+    before_bytes: Difference
     """Activations when the first block begins."""
-    rest_peak: int
+    rest_peak: Difference
     """The most that comes on top between the last block's forward and its backward."""
     rest_seconds: float
     """What a step takes outside its blocks."""
@@ -161,9 +177,9 @@ class Profile:
     blocks: tuple[BlockProfile, ...]
     order: tuple[tuple[str, int], ...]
     """The blocks as the forward runs them: path, and index into `blocks`."""
-    first_peak: int = 0
+    first_peak: Difference = 0
     """The most that the forward has before the first block."""
-    last_peak: int = 0
+    last_peak: Difference = 0
     """The most that the backward has after the first block's, such as an embedding's gradient."""
     between: tuple[int, ...] = ()
     """What the forward has made since the block before, at each place; none if there is nothing."""
@@ -195,6 +211,22 @@ class Profile:
         """The menu at one place of the forward."""
         return self.blocks[self.order[position][1]].options
 
+    def inconsistencies(self) -> Iterator[Inconsistency]:
+        """What cannot be, of fields that are each of the right type."""
+        if not self.order:
+            yield "order", "should name a block, but is empty"
+        for i, (_, index) in enumerate(self.order):
+            if index >= len(self.blocks):
+                yield f"order[{i}]", f"is block {index} of {len(self.blocks)}"
+        for name in ("between", "passed", "cast_epochs"):
+            if len(getattr(self, name)) not in (0, len(self.order)):
+                yield name, f"should have {len(self.order)} numbers, as order has, or none"
+        yield from twice(self.unused, {path for path, _ in self.order})
+        for i, block in enumerate(self.blocks):
+            for j, option in enumerate(block.options):
+                if option.bytes_moved and not self.bytes_per_second:
+                    yield f"blocks[{i}].options[{j}].bytes_moved", "cannot be: there is no link"
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
         saving.save(self, "profile", path)
@@ -202,7 +234,7 @@ class Profile:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Profile":
         """Read what `save` wrote."""
-        return saving.load(_profile_of, "profile", path)
+        return saving.load(cls, "profile", path)
 
     def __str__(self) -> str:
         from rekindle.budget.text import format_profile  # noqa: PLC0415
@@ -210,27 +242,11 @@ class Profile:
         return format_profile(self)
 
 
-def _profile_of(values: dict[str, Any]) -> Profile:
-    blocks = tuple(
-        BlockProfile(**{**block, "options": tuple(map(option_of, block["options"]))})
-        for block in values.pop("blocks")
-    )
-    order = tuple((path, index) for path, index in values.pop("order"))
-    between = tuple(values.pop("between", ()))
-    passed = tuple(values.pop("passed", ()))
-    inputs = tuple(tuple(shape) for shape in values.pop("inputs", ()))
-    unused = tuple(values.pop("unused", ()))
-    epochs = tuple(values.pop("cast_epochs", ()))
-    return Profile(
-        blocks=blocks,
-        order=order,
-        between=between,
-        passed=passed,
-        inputs=inputs,
-        unused=unused,
-        cast_epochs=epochs,
-        **values,
-    )
+def twice(unused: tuple[str, ...], used: set[str]) -> Iterator[Inconsistency]:
+    """Blocks that did not run, and that are named a second time, or did run."""
+    for i, path in enumerate(unused):
+        if path in used or path in unused[:i]:
+            yield f"unused[{i}]", f"names {path!r} a second time"
 
 
 @dataclass(frozen=True)
