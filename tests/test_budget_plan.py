@@ -14,6 +14,7 @@ from rekindle.budget.execute import Numbered
 from rekindle.budget.graph import Graph, Op, Value
 from rekindle.budget.names import named
 from rekindle.budget.values import Nearby, Option
+from rekindle.modules import application
 from tests.toys import Block, Stack, gradients, same_bits
 
 KEEP = Option("keep", (), (), 100, 0, 0.001, 0.002, 110, 30)
@@ -91,7 +92,7 @@ def test_a_saved_plan_is_json_of_numbers_and_text(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.json")
     values = json.loads((tmp_path / "plan.json").read_text())
     assert kinds(values) <= {str, int, float, type(None)}
-    assert (values["schema"], values["version"]) == ("rekindle plan", 4)
+    assert (values["schema"], values["version"]) == ("rekindle plan", 5)
 
 
 def test_a_saved_plan_has_every_field_of_the_plan(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_a_file_that_is_no_plan_at_all_is_refused_by_its_name(text: str, tmp_pat
 
 def test_another_version_is_refused_with_both(tmp_path: Path) -> None:
     path = saved(PLAN, tmp_path, version=1)
-    with pytest.raises(ValueError, match="has version 1, but this rekindle reads 4"):
+    with pytest.raises(ValueError, match="has version 1, but this rekindle reads 4 to 5"):
         rekindle.Plan.load(path)
 
 
@@ -136,9 +137,9 @@ def test_a_plan_with_a_field_too_many_is_refused_with_its_name(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("field", "value", "match"),
     [
-        ("fate", "burn", "a fate is one of keep, recompute, derive, select, but got 'burn'"),
-        ("tier", "tape", "a tier is host or disk, but got 'tape'"),
-        ("kept", ("a",), r"kept should be numbers, but got \['a'\]"),
+        ("fate", "burn", r"fate should be one of keep, recompute, derive, select, but is 'burn'"),
+        ("tier", "tape", r"blocks\[0\]\[2\]\.tier should be one of host, disk, but is 'tape'"),
+        ("kept", ("a",), r"kept\[0\] should be a whole number from 0 on, but is 'a'"),
     ],
 )
 def test_a_plan_with_an_option_that_there_is_not_is_refused(
@@ -179,6 +180,89 @@ def test_a_plan_that_is_refused_leaves_the_model_as_it_is() -> None:
     with pytest.raises(ValueError, match="plan"):
         rekindle.apply(model, PLAN)
     assert [vars(block)["forward"] for block in model.blocks] == before
+
+
+def assert_unchanged_by(model: nn.Module, error: type[BaseException], apply: Any) -> None:
+    """What raises leaves strategies, the plan that stands on a model and all hooks in place."""
+
+    def state() -> list[Any]:
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
+        return [
+            rekindle.plan_of(model),
+            *(vars(m).get("forward") for m in model.modules()),
+            *(vars(m).get("_rekindle_attached") for m in model.modules()),
+            *(dict(vars(m)[name]) for m in model.modules() for name in hooks),
+            *(f.is_on for m in model.modules() if (f := vars(m).get("forward")) is not None),
+        ]
+
+    before = state()
+    x = torch.randn(4, 8, requires_grad=True)
+    with rekindle.observe() as seen:
+        _, grads, _ = gradients(lambda: model(x), [x, *model.parameters()])
+    with pytest.raises(error):
+        apply()
+    assert state() == before
+    with rekindle.observe() as again:
+        _, now, _ = gradients(lambda: model(x), [x, *model.parameters()])
+    assert again.total == seen.total
+    assert all(map(same_bits, grads, now))
+
+
+applied_before = pytest.mark.parametrize(
+    "before", [None, "recompute", plan_of(DROP, DROP, KEEP, inputs=((4, 8),))]
+)
+
+
+@applied_before
+def test_a_plan_that_fails_while_it_is_applied_changes_nothing(before: Any) -> None:
+    model = Stack(3)
+    if before is not None:
+        rekindle.apply(model, before)
+    broken = replace(PLAN, inputs=("abc",))  # type: ignore[arg-type]
+    assert_unchanged_by(model, TypeError, lambda: rekindle.apply(model, broken))
+
+
+@applied_before
+@pytest.mark.parametrize("name", ["register_forward_hook", "register_forward_pre_hook"])
+def test_an_interrupt_while_a_plan_is_applied_changes_nothing(
+    before: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Stack(3)
+    if before is not None:
+        rekindle.apply(model, before)
+    plan = replace(PLAN, inputs=((4, 8),))
+    register = getattr(nn.Module, name)
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        register(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    def apply() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Module, name, interrupted)
+            rekindle.apply(model, plan)
+
+    assert_unchanged_by(model, KeyboardInterrupt, apply)
+
+
+def test_a_module_whose_forward_cannot_be_replaced_leaves_the_others_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Stack(3)
+    rekindle.apply(model, "recompute")
+    put = application.put
+
+    def until_the_last(module: nn.Module, way: Any) -> None:
+        if module is model.blocks[2]:
+            raise RuntimeError("no")
+        put(module, way)
+
+    def apply() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(application, "put", until_the_last)
+            rekindle.apply(model, rekindle.policies.keep_matmuls)
+
+    assert_unchanged_by(model, RuntimeError, apply)
 
 
 def test_each_block_is_given_what_its_option_says() -> None:

@@ -68,6 +68,33 @@ def put_back(aside: Aside) -> None:
         each.who.is_on = True
 
 
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+Hooks = list[tuple[dict[int, Any], frozenset[int]]]
+
+
+def hooks_on(model: nn.Module) -> Hooks:
+    """The forward hooks on a model's modules now."""
+    found = [vars(module).get(name) for module in model.modules() for name in _HOOKS]
+    return [(hooks, frozenset(hooks)) for hooks in found if hooks is not None]
+
+
+def take_off_new(hooks: Hooks) -> None:
+    """Take off the hooks that were put on a model since `hooks_on`."""
+    for now, before in hooks:
+        for key in now.keys() - before:
+            del now[key]
+
+
+def discard(aside: Aside) -> None:
+    """Take off for good whoever was set aside, and the hooks."""
+    for each in aside.values():
+        for handle in each.handles:
+            handle.remove()
+
+
 def tell(error: torch.OutOfMemoryError, function: Callable[..., Any]) -> None:
     """Have an error in a region told to whoever stands on its module."""
     module = getattr(function, "__self__", function)

@@ -1,16 +1,17 @@
 """`apply` and `remove`: fates by module path, in place, with no module replaced."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
 
 from rekindle import policies
-from rekindle.attachment import detach
+from rekindle.attachment import detach, discard, hooks_on, put_back, set_aside, take_off_new
 from rekindle.modules import patterns
 from rekindle.modules.blocks import blocks_of
-from rekindle.modules.forward import Way, put, take_away
+from rekindle.modules.forward import Way, noted, put, take_away
 from rekindle.modules.wrappers import ActivationWrapper
 from rekindle.offload.context import Offload, offload
 from rekindle.policies import Policy
@@ -95,7 +96,8 @@ def apply(model: nn.Module, what: What | Mapping[str, What] | FatesForModel) -> 
     """Give the activations of a model's modules their fates, in place. `remove` undoes it.
 
     No module is replaced and no name, key, class or signature changes. Applying again replaces what
-    was applied before. Returns what is applied, which prints as a tree.
+    was applied before; what is refused, or fails, changes nothing. Returns what is applied, which
+    prints as a tree.
 
     >>> import torch, rekindle
     >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
@@ -124,11 +126,11 @@ def apply(model: nn.Module, what: What | Mapping[str, What] | FatesForModel) -> 
     wanted = _wanted(model, what)
     _refuse_what_is_checkpointed(model, wanted)
     ways = _ways(wanted)
-    undo(model)
-    for module, way in ways:
-        put(module, way)
-    if hasattr(given, "stand_on"):
-        given.stand_on(model)
+    with _all_or_nothing(model):
+        for module, way in ways:
+            put(module, way)
+        if hasattr(given, "stand_on"):
+            given.stand_on(model)
     shown = {id(module): path for path, (module, _) in reversed(wanted.items())}
     return Applied(
         type(model).__name__,
@@ -138,6 +140,27 @@ def apply(model: nn.Module, what: What | Mapping[str, What] | FatesForModel) -> 
             if shown[id(module)] == path
         ),
     )
+
+
+@contextmanager
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Around what is applied in the place of what is there: if it raises, all is as before."""
+    modules = list(model.modules())
+    forwards = [noted(module) for module in modules]
+    hooks = hooks_on(model)
+    aside = set_aside(model)
+    try:
+        for module in modules:
+            take_away(module)
+        yield
+    except BaseException:
+        for module, was in zip(modules, forwards, strict=True):
+            detach(module)
+            was.put_back()
+        take_off_new(hooks)
+        put_back(aside)
+        raise
+    discard(aside)
 
 
 def remove(model: nn.Module) -> None:

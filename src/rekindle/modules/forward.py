@@ -8,6 +8,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, Literal
 from weakref import ref
@@ -178,6 +179,35 @@ def take_away(module: nn.Module) -> None:
         del vars(module)["forward"]
     else:
         vars(module)["forward"] = forward.own
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What is in the place of a module's forward, so that it can be put back."""
+
+    module: nn.Module
+    own: Any
+    """What its `__dict__` has; None for nothing."""
+    ours: tuple[tuple[Forward, bool], ...]
+    """Those of ours in it, and whether they are on."""
+
+    def put_back(self) -> None:
+        """Undo whatever `put` and `take_away` did since."""
+        now = forward_of(self.module)
+        if now is not None and now is not self.own:
+            now.is_on = False
+        vars(self.module).pop("forward", None)
+        if self.own is not None:
+            vars(self.module)["forward"] = self.own
+        for forward, is_on in self.ours:
+            forward.is_on = is_on
+            traced.standing[id(self.module)] = forward
+
+
+def noted(module: nn.Module) -> Noted:
+    """What is in the place of a module's forward now."""
+    own = vars(module).get("forward")
+    return Noted(module, own, tuple((each, each.is_on) for each in _wrapped_in(own)))
 
 
 def _wrapped_in(function: Any) -> Iterator[Forward]:
