@@ -78,7 +78,8 @@ class _WholeCudaMeter(_CudaMeter):
 class LiveBytes(TorchDispatchMode):
     """Sees every op, and adds up the storages that ops made and that are alive, each once.
 
-    Scratch memory inside one op is not seen.
+    Memory that no op returns is not seen: scratch inside an op, random states that regions hold,
+    what Python objects take. docs/budget.md says how much that is.
     """
 
     supports_higher_order_operators = True

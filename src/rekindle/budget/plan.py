@@ -17,7 +17,11 @@ from rekindle.selective.by_save import Saves
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of the activations of each block, and what that leads to."""
+    """What becomes of the activations of each block, and what that leads to.
+
+    Peaks are in bytes of the device's memory: on a GPU what torch's allocator gives out, on a CPU
+    the tensors that ops return, without scratch inside an op and random states of regions.
+    """
 
     model: str
     batch: str

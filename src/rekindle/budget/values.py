@@ -158,7 +158,11 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of a model's training step."""
+    """What was measured of a model's training step.
+
+    Bytes are those of the device's memory: on a GPU what torch's allocator gives out, on a CPU the
+    tensors that ops return, without scratch inside an op and random states of regions.
+    """
 
     model: str
     device: str

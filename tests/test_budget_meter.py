@@ -1,0 +1,68 @@
+"""What budgets count on a CPU, and what docs/budget.md says that they do not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import rrelu
+
+import rekindle
+from rekindle.budget.memory import metered
+from rekindle.replay import rng as random_state
+
+CPU = torch.device("cpu")
+SIZE = 4 * 64 * 4
+"""Bytes of one activation."""
+DOCS = Path(__file__).parent.parent / "docs" / "budget.md"
+
+
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the random states that are taken."""
+    taken: list[int] = []
+    take = random_state._cpu_state
+
+    def noted() -> Tensor:
+        state = take()
+        taken.append(state.nbytes)
+        return state
+
+    monkeypatch.setattr(random_state, "_cpu_state", noted)
+    return taken
+
+
+def test_a_random_state_is_as_large_as_the_docs_say() -> None:
+    assert torch.get_rng_state().nbytes == 5056
+    assert "5,056 bytes each" in DOCS.read_text()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_region_holds_one_random_state_that_the_meter_does_not_count(
+    count: int, states: list[int]
+) -> None:
+    with metered(CPU) as meter:
+        x = torch.ones(4, 64, requires_grad=True)
+        for _ in range(count):
+            x = rekindle.checkpoint(lambda x: x.sin().exp(), x)
+        assert meter.now() == (count + 1) * SIZE
+        assert states == [5056] * count
+        x.sum().backward()
+        assert states == [5056] * 2 * count  # one more while each is replayed
+        del x
+
+
+def test_under_a_policy_each_random_op_that_is_made_again_holds_a_state(states: list[int]) -> None:
+    def region(x: Any) -> Any:
+        return torch.bernoulli(torch.rand_like(x)) * x.exp()
+
+    x = torch.ones(4, 64, requires_grad=True)
+    rekindle.checkpoint(region, x, context_fn=rekindle.policies.recompute())
+    assert states == [5056] * 2  # of `rand_like`, and of `bernoulli`
+
+
+def test_a_region_that_does_not_preserve_the_random_state_holds_none(states: list[int]) -> None:
+    x = torch.ones(4, 64, requires_grad=True)
+    rekindle.checkpoint(rrelu, x, preserve_rng_state=False).sum().backward()
+    assert states == []
