@@ -95,6 +95,17 @@ def version_of(tensor: torch.Tensor) -> int:
         return -1
 
 
+WeakTensor: Callable[[torch.Tensor], Any] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+"""A weak reference to a tensor itself, not to its Python object: while it is held, no other tensor
+gets the same `tensor_key`. No public form."""
+
+
+def tensor_key(tensor: torch.Tensor) -> int:
+    """A number that no other living tensor has, whatever Python objects stand for it."""
+    key: int = tensor._cdata
+    return key
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """Runs ops of our own past any dispatch mode: nobody is to count or record them."""
     if dispatch_modes():

@@ -2,6 +2,17 @@
 
 What moves is the storage, once, however many saved tensors show parts of it; they are made again
 as views of it when backward asks for them.
+
+Note [What a copy stands for]. Plain autograd holds the storage itself: a saved tensor is what its
+part of the storage holds in backward, and its version counter tells whether anybody wrote there. A
+copy that was begun at some moment has the bytes of that moment, so it stands for a tensor that is
+saved later only if nothing wrote to that tensor in between. The activation therefore remembers the
+owner of each counter that it was told of, and the version: Note [Who shares a version counter]. A
+tensor with a known owner at the known version is in the copy as it is now. Any other may have been
+written to since: the bytes are taken from the storage once more, and copied again. That is right
+for what was saved before, too: those tensors either have not changed, or their own counters tell.
+Where parts of one storage are written and saved one after the other, each step that is known waits
+for the last of them, and copies once.
 """
 
 from threading import Lock
@@ -20,6 +31,7 @@ from rekindle.internals import (
     versions_of,
     without_modes,
 )
+from rekindle.versions import VersionMark, counter_key
 
 if TYPE_CHECKING:
     from rekindle.offload.derive import Derivation
@@ -37,6 +49,7 @@ class Activation:
 
     __slots__ = (
         "__weakref__",
+        "_marks",
         "came_to",
         "copy",
         "counts",
@@ -48,10 +61,11 @@ class Activation:
         "made_from",
         "nbytes",
         "saved_on",
+        "sends",
         "step",
         "storage",
-        "version",
         "was_away",
+        "writes",
     )
 
     def __init__(
@@ -73,6 +87,8 @@ class Activation:
         self.came_to: Any = None
         """Where the device worked when the bytes came back."""
         self.copy: Copy | None = None
+        self.sends = 0
+        """How many copies were begun; the last one counts."""
         self.made_from: Derivation | None = None
         """What it is made from in backward, in place of being kept or sent."""
         self.counts = False
@@ -81,7 +97,32 @@ class Activation:
         self.is_loose = not is_ours and grad_fn_of(x) is None
         """Whether nothing shows that an op made it: Note [Whose tensor is it]."""
         self.storage = StorageWeakRef(storage)
-        self.version = version_of(x)
+        self.writes = 0
+        """How often it may have been written to between two saves."""
+        mark = VersionMark(x)
+        self._marks = {mark.key: mark}
+        """What was saved last by each version counter, by the counter's key."""
+
+    def is_known(self, x: Tensor) -> bool:
+        """Whether nothing wrote to `x` since it, or a view of the same base, was saved here."""
+        mark = self._marks.get(counter_key(x))
+        return mark is not None and mark.is_of(x)
+
+    def note_written(self, x: Tensor) -> None:
+        """A tensor of this storage is saved, and may have been written to since the last save."""
+        self.writes += 1
+        mark = VersionMark(x)
+        self._marks[mark.key] = mark
+
+    def recall(self, storage: torch.UntypedStorage) -> None:
+        """Give up a copy that was begun: the bytes are to be had from the storage, and newer."""
+        with _DECIDING:
+            copy, self.copy = self.copy, None
+            self.here = bytes_of(storage, self.lane.device)
+            self.is_coming = self.was_away = False
+        if copy is not None:
+            copy.close()
+        self.count(here=True)
 
     def derive_from(self, derivation: "Derivation") -> None:
         """It is neither kept nor sent, but made again."""
@@ -109,10 +150,16 @@ class Activation:
             self.counts = here
             self.step.here += self.nbytes if here else -self.nbytes
 
-    def let_go(self) -> None:
-        """The bytes are safe elsewhere; threads of a tier say so too."""
+    def send_by(self, copy: "Copy") -> int:
+        """The bytes leave by this copy; the number of the copy, for `let_go`."""
+        self.copy = copy
+        self.sends += 1
+        return self.sends
+
+    def let_go(self, send: int) -> None:
+        """The bytes are safe in the copy of this number; threads of a tier say so too."""
         with _DECIDING:
-            if self.copy is not None and not self.was_away:
+            if self.copy is not None and send == self.sends and not self.was_away:
                 self.was_away = True
                 self.here = None
 

@@ -65,9 +65,9 @@ class Departures:
         if copy is None:
             self._no_room(activation, problem)
             return False
-        activation.copy = copy
+        send = activation.send_by(copy)
         let_go = WeakMethod(activation.let_go)
-        copy.when_out(lambda: (method := let_go()) and method())
+        copy.when_out(lambda: (method := let_go()) and method(send))
         kept = data if self._tier.waits_on_device else None
         self._queue.append(_Departure(ref(activation), copy, kept, activation.nbytes))
         self.nbytes += activation.nbytes
@@ -103,7 +103,7 @@ class Departures:
             activation.stay()
             self._no_room(activation, problem)
         else:
-            activation.let_go()
+            activation.let_go(activation.sends)
             if activation.here is None and not activation.is_coming:
                 activation.count(here=False)
 

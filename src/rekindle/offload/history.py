@@ -10,7 +10,7 @@ what is saved after that begins a new step, and so does what follows a graph tha
 Where that guess is wrong only time is lost: nothing that is computed depends on it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -38,6 +38,9 @@ class History:
     derived: frozenset[Derivable]
     """Which of the activations that could be made from others gave the same bits."""
     hurries: bool = True
+    writes: Mapping[int, int] = field(default_factory=dict)
+    """How often each activation may have been written to between two saves, where it was: it is
+    copied after the last of them. Note [What a copy stands for]."""
 
     @property
     def moved_bytes(self) -> int:

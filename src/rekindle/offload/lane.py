@@ -21,7 +21,7 @@ from torch import Tensor
 from rekindle import observation
 from rekindle.emptying import empty_when_backward_ends
 from rekindle.errors import OffloadError
-from rekindle.internals import graph_task_id, nodes_so_far, storage_key, version_of, without_modes
+from rekindle.internals import graph_task_id, nodes_so_far, storage_key, without_modes
 from rekindle.offload.activation import Activation, Kept, Saved, bytes_of
 from rekindle.offload.departures import Departures
 from rekindle.offload.derive import Derivation, derivation_of, is_made_by_its_node
@@ -62,18 +62,11 @@ class Lane:
             storage = x.untyped_storage()
             known = step.by_storage.get(storage_key(storage))
             activation = known() if known else None
-            if activation is None or not self._is_same(activation, x):
+            if activation is None or not _can_stand_for(activation, x, storage):
                 activation = self._add(step, x, storage, place, is_ours)
+            elif not activation.is_known(x):
+                self._copy_again(step, activation, x, storage, place)
             return Saved(activation, x)
-
-    def _is_same(self, activation: Activation, x: Tensor) -> bool:
-        """Whether an activation of the same storage stands for this tensor too.
-
-        What is made again needs its node's inputs unchanged; a detached tensor does not.
-        """
-        if activation.version != version_of(x):
-            return False
-        return activation.made_from is None or is_made_by_its_node(x)
 
     def ask(self, activation: Activation) -> Tensor:
         """The bytes of an activation that backward wants, on the device."""
@@ -186,6 +179,26 @@ class Lane:
             self._decide(step, activation, place)
         return activation
 
+    def _copy_again(
+        self,
+        step: Step,
+        activation: Activation,
+        x: Tensor,
+        storage: torch.UntypedStorage,
+        place: Place,
+    ) -> None:
+        """Have no copy but one that is begun from now on: Note [What a copy stands for]."""
+        activation.note_written(x)
+        step.writes[activation.index] = activation.writes
+        if activation.copy is not None:
+            activation.recall(storage)
+            step.sent -= activation.nbytes
+            step.seen -= activation.nbytes
+        elif step.choice is None:
+            return  # it goes when enough has followed it, or stays
+        activation.saved_on = self.tier.place()
+        self._decide(step, activation, place)
+
     def _may_give(self, saved: Any) -> bool:
         """Whether an activation may be made from it.
 
@@ -218,7 +231,7 @@ class Lane:
             else:
                 for ready in step.line_up(activation):
                     self._send_within_quota(step, ready)
-        elif activation.index in step.choice.moved:
+        elif activation.index in step.choice.moved and step.is_complete(activation):
             if activation.is_loose:
                 step.loose.append((ref(activation), place))
             else:
@@ -387,6 +400,17 @@ class _Backward:
     def empty(self) -> None:
         self._lane.forget(self._task)
         self._lane.empty(self.steps)
+
+
+def _can_stand_for(activation: Activation, x: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether an activation of the same storage can stand for this tensor too.
+
+    One that is made again stands for what its op made, and needs the op's inputs unchanged, which a
+    detached tensor does not.
+    """
+    if activation.made_from is not None:
+        return activation.is_known(x) and is_made_by_its_node(x)
+    return activation.nbytes == storage.nbytes()
 
 
 def _place() -> Place:

@@ -1,5 +1,6 @@
 """What a lane knows of the steps it has seen, and what it expects of the next one."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rekindle.offload.history import History, first_seen, measured, seen_again
@@ -50,6 +51,8 @@ class Lessons:
         """Learn from a step that is over."""
         known = next((k for k in self.known if k.sizes == tuple(step.sizes)), None)
         found = self._first(step) if known is None else self._again(known, step)
+        if found.writes != step.writes:
+            found = replace(found, writes=step.writes)
         self.known = [found, *(k for k in self.known if k is not known)][:_KNOWN_STEPS]
 
     def _first(self, step: Step) -> History:

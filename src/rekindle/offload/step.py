@@ -41,6 +41,8 @@ class Step:
         self.were_derived: set[Derivable] = set()
         """Which of those were."""
         self.by_storage: dict[int, ref[Activation]] = {}
+        self.writes: dict[int, int] = {}
+        """How often each activation may have been written to between two saves, where it was."""
         self.sizes: list[int] = []
         self.largest = 0
         self.living = 0
@@ -88,6 +90,12 @@ class Step:
         self.activations.append(weak)
         self.sizes.append(activation.nbytes)
         self.largest = max(self.largest, activation.nbytes)
+
+    def is_complete(self, activation: "Activation") -> bool:
+        """Whether no more writes to an activation are to be expected before backward."""
+        return self.history is None or activation.writes >= self.history.writes.get(
+            activation.index, 0
+        )
 
     def restart(self, index: int) -> None:
         """Another backward begins, with this activation: it may use what was used before."""

@@ -41,6 +41,7 @@ from rekindle.replay.switches import recomputing
 from rekindle.selective.address import block_of
 from rekindle.selective.fates import AS_PLANNED
 from rekindle.selective.tiers import hooks_of, pause
+from rekindle.versions import VersionMark
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class _Region:
         storage = x.untyped_storage()
         key = storage_key(storage)
         known = self._dropped.get(key)
-        if known is not None and known.version == version_of(x):
+        if known is not None and known.mark.is_of(x):
             return known if known.derivation.dtype == x.dtype else None
         derivation = derivation_of(x, storage, _may_give)
         if derivation is None or derivation.dtype != x.dtype or not self._is_trusted(derivation, x):
@@ -198,11 +199,11 @@ def _may_give(source: Any) -> bool:
 class _Dropped:
     """A result that is not held: one op makes it again when backward wants it."""
 
-    __slots__ = ("__weakref__", "_lock", "_now", "_storage", "_watch", "derivation", "version")
+    __slots__ = ("__weakref__", "_lock", "_now", "_storage", "_watch", "derivation", "mark")
 
     def __init__(self, derivation: Derivation, x: Tensor, watch: observation.Watch | None) -> None:
         self.derivation = derivation
-        self.version = version_of(x)
+        self.mark = VersionMark(x)
         self._storage = StorageWeakRef(x.untyped_storage())  # so that its key stays its own
         self._now: Tensor | None = None
         """The result while backward has use for it."""
