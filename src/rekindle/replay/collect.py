@@ -52,6 +52,7 @@ class Collected:
 
     __slots__ = (
         "_frame",
+        "copied",
         "depth",
         "detached",
         "ended_elsewhere",
@@ -74,6 +75,8 @@ class Collected:
         self.values = values
         self.parameters: set[int] = set()
         """Positions of parameters."""
+        self.copied: dict[int, int] = {}
+        """Positions of copies, each with the version of what was copied."""
         self.detached = 0
         """How many ops the collecting itself ran."""
         self.hasty = False
@@ -117,6 +120,15 @@ class Collected:
         self.parameters.add(position)
         self.detached += 1
         return x.detach()
+
+    def copy_before_change(self, tensor: Tensor, copy_of: Callable[[Tensor], Tensor]) -> None:
+        """A region inside handed this on and is about to change it: have a copy in its place."""
+        found = [i for i, x in enumerate(self.tensors) if x is tensor and i not in self.copied]
+        if found:
+            copy, version = copy_of(tensor), tensor._version
+            for position in found:
+                self.tensors[position] = copy
+                self.copied[position] = version
 
     def is_old(self, position: int) -> bool:
         """Whether what was saved there is surely no stand-in for a buffer, whose version is new."""

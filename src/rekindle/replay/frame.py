@@ -381,8 +381,9 @@ class Frame:
                 if found.hasty:
                     raise _TooHastyError
                 raise self._explain(position, x)
-            if slot.version != x._version and (found.is_old(position) or not self._stands_in()):
-                self._keep_for(slot, _Spoiled(position, slot.version, x._version))
+            version = found.copied.get(position, x._version)
+            if slot.version != version and (found.is_old(position) or not self._stands_in()):
+                self._keep_for(slot, _Spoiled(position, slot.version, version))
             elif give_away:
                 self._keep_for(slot, x)
             else:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from rekindle.internals import any_autocast, storage_key
 from rekindle.selective.address import is_parameter
 from rekindle.selective.casts import CAST, cast_parameter
-from rekindle.selective.record import Call, Held, Hooks, Value, nbytes_of
+from rekindle.selective.record import Call, Held, Hooks, Value, copy_of, nbytes_of
 
 _SMALL = 1 << 18
 _MANY = 16
@@ -55,7 +55,7 @@ class Book:
                 return self._cast_of(parameter, tensor)
             value = Value(None)
             if _may_be_a_buffer(tensor):
-                value.hold(Held(_copy(tensor), None, self._hooks))
+                value.hold(Held(copy_of(tensor), None, self._hooks))
                 self.enter(tensor, value)
             else:
                 self.hold(tensor, value, None)
@@ -178,23 +178,24 @@ class Book:
 
         Note [What an op saves before it runs]. Autograd saves an op's arguments just before the op.
         One that the op then changes is either a result that it fills (`rrelu`'s noise), or a
-        mistake that the version counter tells of: both want the tensor itself, and no copy.
+        mistake that the version counter tells of: both want the tensor itself, and no copy. What a
+        region hands on to the one around it at other times was there before, and is copied.
         """
         keys = {_storage(tensor) for tensor in tensors}
         if keys:
             keys.add(_OF_SEVERAL)  # of which they may be a part
         self._later = [
-            (_copy(x) if _storage(x) in keys else x, weak, maker, hooks)
+            (copy_of(x) if _storage(x) in keys else x, weak, maker, hooks)
             for x, weak, maker, hooks in self._later
         ]
         for key in keys:
-            for weak, _ in self._held.pop(key, ()):
+            for weak, given in self._held.pop(key, ()):
                 value = weak()
                 if value is None or value.held is None or value in self.just_saved:
                     continue
-                here = value.held.here()
-                if here is not None:
-                    value.hold(Held(_copy(here), value.held.maker, self._hooks))
+                copied = value.held.copied(given(), self._hooks)
+                if copied is not None:
+                    value.hold(copied)
         return keys
 
     def has_changed(self, tensors: list[Tensor], keys: set[int]) -> None:
@@ -249,17 +250,3 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether it is a tensor and nothing more, or the fake of one."""
     kind = type(tensor)
     return kind is Tensor or (kind is FakeTensor and not isinstance(tensor, nn.Parameter))
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, which decide the order of sums."""
-    tensor = tensor.detach()
-    copy = tensor.clone()
-    if tensor.layout is not torch.strided or copy.stride() == tensor.stride():
-        return copy
-    if 0 in tensor.stride():  # some of its elements are one in memory
-        whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-        return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    ).copy_(tensor)

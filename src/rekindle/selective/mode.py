@@ -36,6 +36,7 @@ from rekindle.selective.record import (
     Value,
     is_of_a_parameter,
     nbytes_of,
+    note_just_saved,
     source_bytes,
     tensors_of,
 )
@@ -53,6 +54,8 @@ class _Running(local):
 
     is_blind = False
     """Whether what runs now is the engine's doing, and no region's."""
+    is_saving = False
+    """Whether that is done for a tensor that autograd saves just now."""
 
     def __init__(self) -> None:
         self.modes: list[RecordMode] = []
@@ -69,6 +72,16 @@ def _blind() -> Iterator[None]:
         yield
     finally:
         _running.is_blind = was
+
+
+@contextmanager
+def _saving(enable: bool) -> Iterator[None]:
+    """What is held inside is what autograd saves just now, or is not."""
+    was, _running.is_saving = _running.is_saving, enable
+    try:
+        yield
+    finally:
+        _running.is_saving = was
 
 
 def is_recording() -> bool:
@@ -138,14 +151,19 @@ class RecordMode(TorchDispatchMode):
     def saved(self, tensor: Tensor) -> Value:
         """The value of a tensor that autograd saves."""
         book = self.book
+        # Else a region inside this one hands on what it holds, which was made, and saved, before.
+        is_saved = _running.is_saving or not _running.is_blind
         value = book.find(tensor)
         if value is None or (value.held is None and self._shows_what_is_held(value)):
-            with _blind():
+            with _blind(), _saving(is_saved):
                 if value is None:
                     value = book.value_of(tensor)
                 else:
                     book.hold(tensor, value, None)  # which costs no memory
-        book.just_saved.add(value)
+        elif is_saved:
+            note_just_saved(value)
+        if is_saved:
+            book.just_saved.add(value)
         return value
 
     def _shows_what_is_held(self, value: Value) -> bool:
@@ -156,6 +174,11 @@ class RecordMode(TorchDispatchMode):
                 return False
             value = value.maker.inputs[0]
         return value.held is not None and value.held.can_be_shown
+
+    def note_just_saved(self, value: Value) -> None:
+        """Autograd saves a value of this region again, which a region inside it found."""
+        self.book.just_saved.add(value)
+        note_just_saved(value)
 
     def name(self, tensor: Tensor, name: str) -> None:
         """A tensor gets a name: perhaps the policy wants it held for that."""

@@ -11,6 +11,7 @@ that an op left unwritten (`empty`), because something that no dispatcher sees m
 the results of ops that change a buffer, which must not change it twice.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -32,8 +33,10 @@ from rekindle.internals import (
     version_of,
     with_versions,
 )
-from rekindle.offload.activation import Kept
+from rekindle.offload.activation import Kept, Saved
 from rekindle.replay import rng as random_state
+from rekindle.replay import slots
+from rekindle.replay.collect import Collected
 from rekindle.selective import backends
 
 if TYPE_CHECKING:
@@ -41,6 +44,16 @@ if TYPE_CHECKING:
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """A pair of saved-tensor hooks: what takes a tensor, and what gives it back."""
+
+
+class RecordedSlot(ABC):
+    """A saved tensor in the keeping of a region that is recorded."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def note_just_saved(self) -> None:
+        """A region inside that one saves it again."""
 
 
 class Held:
@@ -65,6 +78,8 @@ class Held:
             with torch.no_grad():
                 self._packed = with_versions(hooks[0], tensor)
             self._unpack = hooks[1]
+            if isinstance(self._packed, Tensor):
+                self.version = version_of(self._packed)
 
     @property
     def can_be_shown(self) -> bool:
@@ -77,8 +92,37 @@ class Held:
             return self._packed.tensor
         return None if self.is_elsewhere else self._packed
 
+    def copied(self, tensor: Tensor | None, hooks: Hooks | None) -> "Held | None":
+        """A copy of it to hold from now on, since it is about to be changed; None if none is due.
+
+        A region around that holds it sees to that itself. One that is replayed whole counts what
+        it is given: it holds nothing in forward, and in its replay the copy takes the place of what
+        it was given. What other hooks hold may be a copy already, or may be the very `tensor` that
+        they were given: a copy stays here, for they may count as well.
+        """
+        if isinstance(self._packed, RecordedSlot) or self._unpack is slots.unpack:
+            return None
+        replay = getattr(self._unpack, "__self__", None)
+        if isinstance(replay, Collected):
+            if tensor is not None:
+                replay.copy_before_change(tensor, copy_of)
+            return None
+        if isinstance(self._packed, Saved):
+            tensor = self._packed.at_hand() if self._packed.is_unchanged() else None
+        else:
+            here = self.here()
+            tensor, hooks = (tensor, None) if here is None else (here, hooks)
+        return None if tensor is None else Held(copy_of(tensor), self.maker, hooks)
+
+    @property
+    def slot(self) -> "RecordedSlot | None":
+        """The slot of the region around that holds it, if one does."""
+        return self._packed if isinstance(self._packed, RecordedSlot) else None
+
     def get(self) -> Tensor:
         if self._unpack is not None:
+            if isinstance(self._packed, Tensor):  # perhaps the very tensor that hooks were given
+                self._check(self._packed)
             return self._unpack(self._packed)
         tensor: Tensor = self._packed
         if isinstance(tensor, nn.Parameter) and _is_let_go(tensor):
@@ -88,6 +132,11 @@ class Held:
                 "depends on it. Shard the region as one unit, so that it is gathered for its "
                 "backward, or keep the op that uses the parameter."
             )
+        self._check(tensor)
+        return tensor
+
+    def _check(self, tensor: Tensor) -> None:
+        """Raise if what is held was changed in place."""
         if version_of(tensor) != self.version:
             raise CheckpointError(
                 f"{_told(self.maker)}, {tensor.dtype} {list(tensor.shape)}, was changed in place "
@@ -95,7 +144,6 @@ class Held:
                 f"version {self.version}. "
                 "What the region has to make again depends on it. Change a clone of it instead."
             )
-        return tensor
 
 
 def _is_let_go(parameter: Tensor) -> bool:
@@ -108,7 +156,7 @@ def _is_let_go(parameter: Tensor) -> bool:
 
 def _told(maker: Any) -> str:
     if maker is None:
-        return "A tensor from outside the region"
+        return "A tensor that the region did not make, or that it changed in place"
     return f"What was named {maker!r}" if isinstance(maker, str) else f"What {maker} made"
 
 
@@ -240,6 +288,15 @@ def _given(arg: Any, made: list[Value]) -> Any:
     return arg
 
 
+def note_just_saved(value: Value) -> None:
+    """Autograd saves a value that is known: tell the region around that holds it, if one does.
+
+    Note [What an op saves before it runs].
+    """
+    if value.held is not None and value.held.slot is not None:
+        value.held.slot.note_just_saved()
+
+
 def tensors_of(out: Any) -> list[Tensor]:
     """The tensors that an op returned, in order."""
     if isinstance(out, Tensor):
@@ -262,6 +319,20 @@ def is_of_a_parameter(call: Call) -> bool:
 def nbytes_of(tensor: Tensor) -> int:
     """The size of a tensor's content; of a view, what it shows."""
     return tensor.numel() * tensor.element_size()
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, which decide the order of sums."""
+    tensor = tensor.detach()
+    copy = tensor.clone()
+    if tensor.layout is not torch.strided or copy.stride() == tensor.stride():
+        return copy
+    if 0 in tensor.stride():  # some of its elements are one in memory
+        whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+        return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
 
 
 def source_bytes(value: Value) -> int:

@@ -26,7 +26,7 @@ from rekindle.offload.activation import Kept
 from rekindle.replay import fingerprint
 from rekindle.replay.switches import recomputing
 from rekindle.selective.mode import RecordMode, is_recording
-from rekindle.selective.record import Value, make
+from rekindle.selective.record import RecordedSlot, Value, make
 
 if TYPE_CHECKING:
     from rekindle.policies import Policy
@@ -99,6 +99,10 @@ class Region:
                 slot.before = fingerprint.take(x)
         return slot
 
+    def note_just_saved(self, value: Value) -> None:
+        """Autograd saves a value again, which a region inside this one found."""
+        self._mode.note_just_saved(value)
+
     def get(self, value: Value) -> Tensor:
         """The tensor of a value, made again if need be."""
         if not is_recording():
@@ -168,7 +172,7 @@ def _occasion(task: int, group: Any) -> tuple[str, int]:
     return ("backward", task) if group is None else ("group", id(group))
 
 
-class _Slot:
+class _Slot(RecordedSlot):
     """What autograd holds in place of a tensor that it saved."""
 
     __slots__ = ("_region", "_value", "before")
@@ -178,6 +182,10 @@ class _Slot:
         self._value = value
         self.before: fingerprint.Fingerprint | None = None
         """Its content in forward, if it is to be compared."""
+
+    def note_just_saved(self) -> None:
+        """A region inside this one saves it again."""
+        self._region.note_just_saved(self._value)
 
     def get(self) -> Tensor:
         held = self._value.held
