@@ -179,7 +179,10 @@ def test_noise_that_an_op_fills_after_it_is_saved_is_right_in_regions_in_regions
     ("change", "expected"),
     [
         (CHANGES["a product"], r"What aten\.addmm\.default made, torch\.float32 \[4, 8\]"),
-        (CHANGES["chunks"], r"A tensor that the region did not make, or that it changed in place"),
+        (
+            CHANGES["chunks"],
+            r"A tensor from outside the region, or one that the region changed in place",
+        ),
     ],
     ids=CHANGES.keys(),
 )
@@ -195,3 +198,20 @@ def test_what_a_region_returned_and_was_changed_after_all_regions_is_an_error_th
     out = write(module, *outs)
     with pytest.raises(CheckpointError, match=f"{expected}.*was changed in place after the region"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("around", [spilling, handing_back], ids=["offload", "the user's hooks"])
+def test_an_argument_that_is_no_leaf_replays_in_a_policy_region_in_a_region_under_hooks(
+    around: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """What hooks give back for it is a leaf in the replay, and was none in the forward."""
+    module = Changes()
+
+    def plain(x: Tensor) -> Tensor:
+        return inner(x.sin())
+
+    def inner(y: Tensor) -> Tensor:
+        return module.linear(y) * y.cos() * y
+
+    outer = nested(inner, policies.recompute(), 2)
+    assert_plain(lambda x: rekindle.checkpoint(outer, x.sin()), plain, module, around)

@@ -109,10 +109,15 @@ class Book:
         self._known[id(tensor)] = ref(tensor), value, _address(tensor)
 
     def hold(self, tensor: Tensor, value: Value, maker: Any) -> None:
-        """Hold a tensor that autograd has marked."""
+        """Hold a tensor that autograd has marked; the model holds a parameter anyway.
+
+        Any other goes through the hooks, leaf or not: in the replay of a region around, whose
+        arguments came back from hooks, they are leaves that were none in its forward, and that
+        region counts what it is given.
+        """
         value.is_fixed = is_parameter(tensor)
-        is_leaf = tensor.is_leaf and tensor.requires_grad
-        value.hold(Held(tensor, maker, None if is_leaf else self._hooks))
+        held_anyway = isinstance(tensor, nn.Parameter)
+        value.hold(Held(tensor, maker, None if held_anyway else self._hooks))
         self._enter_held(tensor, value)
 
     def hold_soon(

@@ -156,7 +156,7 @@ def _is_let_go(parameter: Tensor) -> bool:
 
 def _told(maker: Any) -> str:
     if maker is None:
-        return "A tensor that the region did not make, or that it changed in place"
+        return "A tensor from outside the region, or one that the region changed in place"
     return f"What was named {maker!r}" if isinstance(maker, str) else f"What {maker} made"
 
 
