@@ -82,8 +82,17 @@ def _in_a_thread(t: Training) -> None:
 
 
 def _two_steps(t: Training) -> None:
+    _steps(t, 2)
+
+
+def _five_steps(t: Training) -> None:
+    """Offload learns in the first steps, and does as it learnt in the others."""
+    _steps(t, 5)
+
+
+def _steps(t: Training, count: int) -> None:
     optimizer = torch.optim.SGD(t.leaves.values(), lr=0.1, momentum=0.9)
-    for step in (1, 2):
+    for step in range(1, count + 1):
         optimizer.zero_grad()
         _forward(t).backward()
         t.note_all(((name, leaf.grad) for name, leaf in t.leaves.items()), f"step {step} grad of")
@@ -137,6 +146,7 @@ BACKWARDS: dict[str, Callable[[Training], None]] = {
     "backward() in autocast": _in_autocast,
     "backward() in another thread": _in_a_thread,
     "two steps of SGD": _two_steps,
+    "five steps of SGD": _five_steps,
     "two forwards, then their backwards": _two_forwards_first,
     "microbatches, whose gradients add up": _microbatches,
     "grads of inputs, then of parameters, in one exec group": _exec_group,

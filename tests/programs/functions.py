@@ -1,5 +1,6 @@
 """Ops of a program that take more than a line: attention, hooks, gradients within a forward."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -83,3 +84,18 @@ def hooked(x: Tensor, k: int) -> Tensor:
 def reseeded(x: Tensor, k: int) -> Tensor:
     torch.manual_seed(k)
     return x + torch.rand_like(x)
+
+
+def gates(world: Any, x: Tensor) -> Tensor:
+    """A recurrent cell's arithmetic: chunks of one storage, each changed in place and saved."""
+    a, b, c = world.gates(x).unsafe_chunk(3, -1)
+    out: Tensor = a.sigmoid_() * x + b.tanh_() * c.sigmoid_()
+    return out
+
+
+def projected(world: Any, x: Tensor) -> Tensor:
+    """An LSTM with projections, of which torch says that oneDNN does not know it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out: Tensor = world.lstm_projected(x)[0]
+    return out

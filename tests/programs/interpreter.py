@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.programs.contexts import BLOCKS
 from tests.programs.modes import Mode
-from tests.programs.ops import OPS, WRITES
-from tests.programs.steps import Block, Draw, Op, Region, Step, Write
+from tests.programs.ops import CHUNKS, OPS, WRITES
+from tests.programs.steps import Block, Chunks, Draw, Op, Region, Step, Write
 from tests.programs.world import World
 
 
@@ -69,6 +69,9 @@ class Machine:
                     env[out] = OPS[name].run(self.world, k, *[env[v] for v in operands])
                 case Write(name, operands, k):
                     WRITES[name].run(self.world, k, *[env[v] for v in operands])
+                case Chunks(outs, name, operand, k):
+                    made = CHUNKS[name].run(self.world, k, env[operand])
+                    env.update(zip(outs, made, strict=True))
                 case Draw(out, operand):
                     x = env[operand]
                     noise = torch.rand(x.shape, generator=env["generator"], device=self.device)

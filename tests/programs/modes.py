@@ -13,6 +13,10 @@ from torch import Tensor
 import rekindle
 import rekindle.compat.checkpoint
 from rekindle import policies
+from rekindle.offload.options import TierName
+from rekindle.selective.by_save import Saves
+from rekindle.selective.fates import AS_PLANNED, Fate
+from rekindle.selective.where import SelectiveCheckpointContext
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -74,11 +78,62 @@ class Mode:
     """What the plain run does in its place."""
     reentrant: bool = False
     """Whether it can take no more than a reentrant region can."""
+    moves: bool = False
+    """Whether it sends activations elsewhere, and learns from step to step."""
+    recorded: bool = False
+    """Whether it runs under a policy: what it returns is not to be changed, but by another such."""
 
 
 def under(policy: Any, **options: Any) -> Mode:
     """A region under a policy."""
-    return Mode(functools.partial(rekindle.checkpoint, context_fn=policy, **options))
+    moves = options.pop("moves", False)
+    run = functools.partial(rekindle.checkpoint, context_fn=policy, **options)
+    return Mode(run, moves=moves, recorded=True)
+
+
+def offloaded(**options: Any) -> Mode:
+    """A region that is offloaded, however small what it saves is."""
+    return Mode(inside(lambda: rekindle.offload(**{"min_bytes": 0} | options)), moves=True)
+
+
+def by_save(saves: Saves) -> Mode:
+    """A region by what autograd saves, as plans have some."""
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with saves.around(function, {}):
+            return function(*args, **kwargs)
+
+    return Mode(run, moves=True)
+
+
+@dataclass(frozen=True)
+class _AsPlanned(policies.Policy):
+    """Sends every result elsewhere as soon as it is made, as plans do."""
+
+    tier: TierName
+
+    def fate(self, ctx: SelectiveCheckpointContext) -> Fate:
+        return AS_PLANNED[self.tier]
+
+
+def _of_tier(tier: TierName) -> dict[str, Mode]:
+    """The modes that send activations to a tier."""
+    away = policies.spill() if tier == "disk" else policies.offload()
+    word = "spilled" if tier == "disk" else "offloaded"
+    some = frozenset(range(1, 1000, 3))
+    return {
+        word: offloaded(tier=tier, quota=1.0, derive=False),
+        f"{word} or derived": offloaded(tier=tier, quota=0.7),
+        f"{word} as is free": offloaded(tier=tier, quota="auto"),
+        f"{word} by save": by_save(Saves(frozenset(), frozenset(range(1000)), tier)),
+        f"{word} or derived by save": by_save(Saves(frozenset(range(1000)) - some, some, tier)),
+        f"some {word}": under(
+            policies.every(3, away) | policies.every(2, policies.keep()), moves=True
+        ),
+        f"some {word} as planned": under(
+            policies.every(3, _AsPlanned(tier)) | policies.every(2, policies.keep()), moves=True
+        ),
+    }
 
 
 MODES: dict[str, Mode] = {
@@ -95,18 +150,13 @@ MODES: dict[str, Mode] = {
     "torch's name": Mode(
         functools.partial(rekindle.compat.checkpoint.checkpoint, use_reentrant=False)
     ),
-    "spilled": Mode(
-        inside(lambda: rekindle.offload(tier="disk", quota=1.0, min_bytes=0, derive=False))
-    ),
-    "spilled or derived": Mode(
-        inside(lambda: rekindle.offload(tier="disk", quota=0.7, min_bytes=0))
-    ),
+    **_of_tier("disk"),
+    **(_of_tier("host") if torch.cuda.is_available() else {}),
     "keep everything": under(policies.keep()),
     "keep nothing": under(policies.recompute()),
     "keep matmuls": under(policies.keep_matmuls_and_attention),
     "recompute cheap": under(policies.recompute_cheap, determinism_check="values"),
     "every second": under(policies.every(2, policies.keep())),
-    "spill some": under(policies.every(3, policies.spill()) | policies.every(2, policies.keep())),
     "torch's policy": under(
         functools.partial(
             torch_module.create_selective_checkpoint_contexts,

@@ -1,6 +1,7 @@
 """The ops that programs are made of: what each does, and on which shapes.
 
-To add an op, add a line to `OPS`, or to `WRITES` if it changes its first operand in place.
+To add an op, add a line to `OPS`, to `WRITES` if it changes its first operand in place, or to
+`CHUNKS` if it makes chunks of one storage.
 """
 
 from collections.abc import Callable
@@ -41,6 +42,10 @@ def _matrix(shape: tuple[int, ...]) -> bool:
     return len(shape) == 2
 
 
+def _sequence(shape: tuple[int, ...]) -> bool:
+    return len(shape) in (2, 3) and shape[-1] == WIDTH
+
+
 def _tall(shape: tuple[int, ...]) -> bool:
     return shape[0] > 1
 
@@ -79,6 +84,16 @@ OPS: dict[str, Kind] = {
     "layer_norm": Kind(lambda w, k, x: w.layer_norm(x.float()), fits=_wide),
     "matmul": Kind(lambda w, k, x: x @ x.mT),
     "attention": Kind(lambda w, k, x: functions.attention(x, k), fits=lambda s: len(s) in (2, 3)),
+    # recurrent modules: all but `RNN` change chunks of one storage in place
+    "gates": Kind(lambda w, k, x: functions.gates(w, x.float()), fits=_batch),
+    "rnn_cell": Kind(lambda w, k, x: w.rnn_cell(x.float()), fits=_batch),
+    "gru_cell": Kind(lambda w, k, x: w.gru_cell(x.float()), fits=_batch),
+    "lstm_cell": Kind(lambda w, k, x: w.lstm_cell(x.float())[k % 2], fits=_batch),
+    "rnn": Kind(lambda w, k, x: w.rnn(x.float())[0], fits=_sequence),
+    "gru": Kind(lambda w, k, x: w.gru(x.float())[0], fits=_sequence),
+    "gru_both_ways": Kind(lambda w, k, x: w.gru_both_ways(x.float())[0], fits=_sequence),
+    "lstm": Kind(lambda w, k, x: w.lstm(x.float())[0], fits=_sequence, graph=True),
+    "lstm_projected": Kind(lambda w, k, x: functions.projected(w, x.float()), fits=_sequence),
     # buffers
     "batch_norm": Kind(lambda w, k, x: w.batch_norm(x.float()), fits=_batch),
     "count": Kind(lambda w, k, x: w.count(x)),
@@ -151,6 +166,7 @@ OPS: dict[str, Kind] = {
 WRITES: dict[str, Kind] = {
     "add_": Kind(lambda w, k, x: x.add_(k)),
     "mul_": Kind(lambda w, k, x: x.mul_(0.5 * k)),
+    "sigmoid_": Kind(lambda w, k, x: x.sigmoid_()),
     "relu_": Kind(lambda w, k, x: x.relu_()),
     "tanh_": Kind(lambda w, k, x: x.tanh_()),
     "clamp_": Kind(lambda w, k, x: x.clamp_(-1, 1)),
@@ -163,4 +179,18 @@ WRITES: dict[str, Kind] = {
     "add_other_": Kind(lambda w, k, x, y: x.add_(y), 2),
     "copy_other_": Kind(lambda w, k, x, y: x.copy_(y), 2),
     "detached_": Kind(lambda w, k, x: x.detach().mul_(0.5)),
+}
+
+CHUNKS: dict[str, Kind] = {
+    # Of something that nobody else has, and no op saved: what these make is not to overlap with it.
+    "unsafe_chunk": Kind(lambda w, k, x: tuple((x * 1.5).unsafe_chunk(k + 1, -1))),
+    "unsafe_chunk_rows": Kind(lambda w, k, x: tuple((x + k).unsafe_chunk(2)), fits=_tall),
+    "unsafe_split": Kind(lambda w, k, x: tuple((x * 0.5).unsafe_split(k, -1))),
+    "unsafe_split_with_sizes": Kind(
+        lambda w, k, x: tuple((x - k).unsafe_split_with_sizes([1, x.shape[-1] - 1], -1)),
+        fits=lambda s: s[-1] > 1,
+    ),
+    "unsafe_chunk_of_linear": Kind(
+        lambda w, k, x: tuple(w.gates(x.float()).unsafe_chunk(3, -1)), fits=_wide
+    ),
 }

@@ -23,6 +23,16 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """`outs = name(operand, k)`: chunks of one storage, each with a version counter of its own."""
+
+    outs: tuple[str, ...]
+    name: str
+    operand: str
+    k: int
+
+
+@dataclass(frozen=True)
 class Draw:
     """`out = operand + random numbers from a generator of the program's own`."""
 
@@ -59,7 +69,7 @@ class Region:
     outs: tuple[str, ...]
 
 
-Step = Op | Write | Draw | Block | Region
+Step = Op | Write | Chunks | Draw | Block | Region
 
 
 @dataclass(frozen=True)

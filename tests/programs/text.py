@@ -2,7 +2,7 @@
 
 import textwrap
 
-from tests.programs.steps import Block, Draw, Op, Program, Region, Step, Write
+from tests.programs.steps import Block, Chunks, Draw, Op, Program, Region, Step, Write
 
 
 def format_program(program: Program) -> str:
@@ -32,6 +32,8 @@ def _step(step: Step) -> str:
             return f"{out} = {name}({', '.join(operands)}, k={k})"
         case Write(name, operands, k):
             return f"{name}({', '.join(operands)}, k={k})"
+        case Chunks(outs, name, operand, k):
+            return f"{', '.join(outs)} = {name}({operand}, k={k})"
         case Draw(out, operand):
             return f"{out} = {operand} + rand(generator)"
         case Block(context, body):
