@@ -335,3 +335,26 @@ def test_chunks_of_one_storage_move_once_a_step_on_a_gpu() -> None:
             loss.backward()
         if step > 0:
             assert (seen.offload.tensors_out, seen.offload.bytes_out) == (6, 6 * storage)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_chunk_changed_while_its_storage_is_leaving_has_plain_gradients_on_a_gpu(
+    tier: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first step the storage has left, or is on its way, when other chunks are changed."""
+    monkeypatch.undo()
+    x = leaf(2048, 256, device="cuda")
+
+    def run() -> Any:
+        a, b, c = x.repeat(1, 3).unsafe_chunk(3, 1)
+        out = chain(a.sigmoid_())
+        torch.cuda._sleep(10**6)
+        return chain(out + b.tanh_() + c.exp_())
+
+    def offloaded() -> Tensor:
+        with rekindle.offload(tier=tier, quota=1.0, min_bytes=1, derive=False):
+            return run()
+
+    for seed in range(STEPS):
+        assert_same_step(run, offloaded, [x], seed=seed)

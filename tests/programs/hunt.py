@@ -43,6 +43,8 @@ _BATCH = 20
 """Seeds that a process is given at a time."""
 _PATIENCE = 600
 """Seconds after which a program is taken for one that hangs."""
+_EVERY = 60
+"""Seconds from one line that tells how far it is to the next."""
 _TIMES = 3
 """How often a program runs in a mode that learns."""
 
@@ -197,7 +199,7 @@ def hunt(
     names: list[str], first: int, count: int, seconds: float, workers: int, device: str
 ) -> bool:
     """Run programs until there were enough, or there is no more time; whether all ended well."""
-    begin = time.monotonic()
+    begin = told = time.monotonic()
     counts: Counter[tuple[str, str]] = Counter()
     waiting = iter(range(first, first + count, _BATCH))
     running: set[Future[Batch]] = set()
@@ -218,6 +220,10 @@ def hunt(
                 counts += batch.counts
                 for failure in batch.failures:
                     print(format_failure(failure, device), flush=True)  # noqa: T201
+            if time.monotonic() - told > _EVERY:
+                told = time.monotonic()
+                so_far = max(counts[name, "programs"] for name in names)
+                print(f"{so_far} programs of each mode so far", file=sys.stderr)  # noqa: T201
     print(format_counts(names, counts, time.monotonic() - begin))  # noqa: T201
     return not any(counts[name, kind] for name in names for kind in ("wrong", "errors"))
 
