@@ -77,8 +77,9 @@ def _blind() -> Iterator[None]:
 @contextmanager
 def _saving(enable: bool) -> Iterator[None]:
     """What is held inside is what autograd saves just now, or is not."""
-    was, _running.is_saving = _running.is_saving, enable
+    was = _running.is_saving
     try:
+        _running.is_saving = enable
         yield
     finally:
         _running.is_saving = was
