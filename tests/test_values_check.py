@@ -4,6 +4,7 @@ import functools
 import random
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 import rekindle
+from rekindle.replay.fingerprint import Fingerprints
 from tests.toys import Block, assert_same_step
 
 checked = functools.partial(rekindle.checkpoint, determinism_check="values")
@@ -426,3 +428,14 @@ def test_the_check_runs_no_op_that_changes_the_random_state(x: Tensor) -> None:
 def test_an_unknown_check_is_refused_at_the_call(x: Tensor) -> None:
     with pytest.raises(ValueError, match=r"default.*none.*values.*'exact'"):
         rekindle.checkpoint(torch.exp, x, determinism_check="exact")
+
+
+def test_what_a_replay_saves_beyond_a_forward_that_still_runs_is_not_compared() -> None:
+    """A backward inside a region replays it before the forward has come as far."""
+    prints, x = Fingerprints(), torch.ones(4)
+    site = test_what_a_replay_saves_beyond_a_forward_that_still_runs_is_not_compared.__code__, 0
+    prints.add(x, site)
+    prints.close()
+    prints.compare(0, x, site)
+    prints.compare(1, x, site)
+    prints.check(SimpleNamespace(slots=[lambda: x]))  # type: ignore[arg-type]

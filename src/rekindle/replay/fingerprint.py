@@ -132,6 +132,7 @@ class Fingerprints:
             (position, before, after)
             for position, after in replayed.items()
             if after is not None
+            and position < len(frame.slots)  # else a backward inside is ahead of the forward
             and frame.slots[position]() is not None
             and (before := self._forward.taken.get(position)) is not None
         ]
