@@ -116,8 +116,7 @@ class Book:
         region counts what it is given.
         """
         value.is_fixed = is_parameter(tensor)
-        held_anyway = isinstance(tensor, nn.Parameter)
-        value.hold(Held(tensor, maker, None if held_anyway else self._hooks))
+        value.hold(Held(tensor, maker, None if value.is_fixed else self._hooks))
         self._enter_held(tensor, value)
 
     def hold_soon(
