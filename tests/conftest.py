@@ -5,7 +5,6 @@ import os
 # oneDNN picks bf16 kernels that some CPUs announce and cannot run; see scripts/_env.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -55,7 +54,7 @@ def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def write_now(self: SpillFile, *args: Any) -> Any:
         writing = write(self, *args)
-        wait([writing])
+        writing.wait()
         return writing
 
     monkeypatch.setattr(SpillFile, "write", write_now)

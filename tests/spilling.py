@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
-from threading import Barrier, Event
+from threading import Event
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from rekindle.offload.disk import DiskTier
 from rekindle.offload.lane import Lane
 from rekindle.offload.spill_file import SpillFile
 from rekindle.offload.step import Step
+from rekindle.offload.workers import workers
 
 PAGE = 4096
 """The size of every activation of `chain`: 1024 numbers."""
@@ -96,10 +97,8 @@ class Spill:
 
     def settle(self) -> None:
         """Until no thread reads or writes: each of them has come to the end of its work."""
-        together = Barrier(4)
-        futures = [self.file._workers.submit(together.wait, SECONDS) for _ in range(4)]
-        for future in futures:
-            future.result(SECONDS)
+        workers.wait_until_idle(SECONDS)
+        assert workers.count == 0
 
     def gives_all_room_back(self) -> bool:
         """Whether no room in the file, and there was some, is in use any more."""

@@ -6,7 +6,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.offload.arena import ALIGNMENT, Arena, aligned
+from rekindle.offload import arena as arenas
+from rekindle.offload.arena import ALIGNMENT, Lease, aligned
 
 PAGE = ALIGNMENT
 sizes = st.integers(1, 5 * PAGE)
@@ -39,8 +40,28 @@ class Model:
         return count * PAGE
 
 
+class Arena(arenas.Arena):
+    """An arena whose leases are held here, and end when they are given back."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.leases: dict[int, Lease] = {}
+
+    def take(self, nbytes: int) -> int | None:  # type: ignore[override]
+        lease = super().take(nbytes)
+        if lease is None:
+            return None
+        assert lease.nbytes == nbytes
+        self.leases[lease.start] = lease
+        return lease.start
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        assert self.leases.pop(start).nbytes == nbytes
+        self._take_back()
+
+
 def free_bytes(arena: Arena) -> int:
-    return sum(arena._lengths.values())
+    return sum(length for _, length in arena._free)
 
 
 def test_aligned_rounds_up_to_whole_pages() -> None:
@@ -107,9 +128,9 @@ def test_no_two_free_stretches_touch(pages: int, actions: Actions) -> None:
                 taken.append((start, nbytes))
         else:
             arena.give_back(*taken.pop(pick % len(taken)))
-        assert arena._starts == sorted(arena._lengths)
-        for start, after in pairwise(arena._starts):
-            assert start + arena._lengths[start] < after
+        assert list(arena._free) == sorted(arena._free)
+        for (start, length), (after, _) in pairwise(arena._free):
+            assert start + length < after
 
 
 @given(st.lists(sizes, max_size=20), st.randoms(use_true_random=False))
@@ -221,3 +242,14 @@ def test_a_hole_in_the_middle_is_joined_with_both_neighbours() -> None:
     assert arena.take(2 * PAGE) is None
     arena.give_back(PAGE, PAGE)
     assert arena.take(3 * PAGE) == 0
+
+
+def test_room_comes_back_when_whoever_took_it_forgets_it() -> None:
+    arena = arenas.Arena(PAGE)
+    arena.take(PAGE)
+    lease = arena.take(PAGE)
+    assert lease is not None
+    assert arena.take(PAGE) is None
+    assert not arena.is_unused
+    del lease
+    assert arena.is_unused

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -314,10 +313,10 @@ def test_an_activation_that_has_come_back_is_not_let_go_when_a_slower_copy_is_ou
             rest = padded(padded(leaf(1024) + 1))
         lane = only_lane()
         slow, quick = [departure.copy._writing for departure in lane._leaving._queue]
-        wait([quick])
+        quick.wait()
         one = saved_by(outs[1].grad_fn, "self").get()
         may_go.set()
-        wait([slow])
+        slow.wait()
         other = saved_by(outs[1].grad_fn, "self").get()
     assert one.data_ptr() == other.data_ptr()
     assert seen.spill.bytes_in == 64

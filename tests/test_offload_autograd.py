@@ -3,7 +3,6 @@
 import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import ref
@@ -587,7 +586,8 @@ def test_a_graph_thrown_away_is_no_part_of_the_step_after_it(
     assert lane is not None
     leaving: list[Any] = [departure.copy for departure in lane._leaving._queue]
     may_go.set()
-    wait([copy._writing for copy in leaving])
+    for copy in leaving:
+        copy._writing.wait()
     with spilling():
         loss = padded(x).sum()
     assert lane._step is not None

@@ -8,7 +8,6 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,23 @@ import rekindle
 from rekindle.offload.activation import Activation, Kept, Saved
 from rekindle.offload.disk import DiskCopy
 from rekindle.offload.step import Step
-from tests.spilling import DEPTH, PAGE, SENT, Gate, Spill, chain, count, fails, leaf, spill_to
+from rekindle.offload.workers import Job
+from tests.spilling import (
+    DEPTH,
+    PAGE,
+    SENT,
+    Gate,
+    Spill,
+    chain,
+    count,
+    fails,
+    leaf,
+    open_files,
+    spill_to,
+)
 from tests.test_memory import Storages
 
-KINDS = (Activation, Saved, Kept, Step, DiskCopy, Future)
+KINDS = (Activation, Saved, Kept, Step, DiskCopy, Job)
 LOSS = 4
 
 
@@ -171,7 +183,7 @@ def test_a_graph_that_is_thrown_away_leaves_nothing(spill: Spill) -> None:
         del loss
         spill.offload.trim()
         assert storages.alive() == []
-    assert count(Activation, Saved, DiskCopy, Future) == (0, 0, 0, 0)
+    assert count(Activation, Saved, DiskCopy, Job) == (0, 0, 0, 0)
 
 
 def test_a_graph_that_is_thrown_away_while_it_is_written_leaves_nothing(
@@ -265,7 +277,7 @@ def test_after_an_error_of_the_disk_nothing_is_left(
     spill.settle()
     with suppress(rekindle.OffloadError):
         spill.offload.trim()
-    assert count(Activation, Saved, DiskCopy, Future) == (0, 0, 0, 0)
+    assert count(Activation, Saved, DiskCopy, Job) == (0, 0, 0, 0)
 
 
 def test_after_errors_of_the_disk_not_even_the_collector_is_needed_for_the_room(
@@ -361,10 +373,9 @@ def test_the_file_has_room_for_as_much_as_is_away_at_a_time(spill: Spill) -> Non
 def test_when_no_program_uses_the_options_any_more_their_file_can_be_closed(
     tmp_path: Path,
 ) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     for i in range(5):
         (tmp_path / str(i)).mkdir()
         spill = spill_to(tmp_path / str(i))
         step(spill, leaf())
         assert spill.gives_all_room_back()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(os.getpid(), tmp_path) == []

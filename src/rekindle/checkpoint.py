@@ -12,7 +12,7 @@ from rekindle import policies
 from rekindle.compiled.breaks import run_outside_graphs
 from rekindle.compiled.frames import no_graph_begins, within_compiled_code
 from rekindle.compiled.handover import hand_over, noop_context_fn
-from rekindle.internals import func_transform
+from rekindle.internals import dispatch_state, func_transform, top_hooks
 from rekindle.replay.frame import Frame
 from rekindle.replay.options import (
     ContextFn,
@@ -106,9 +106,22 @@ def checkpoint(
         return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
             function, preserve_rng_state, *args
         )
+    return _run(function, args, kwargs, options)
+
+
+@no_graph_begins
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
+    """Run the forward of a region."""
+    hooks, modes = top_hooks(False), dispatch_state()
     region = region_of(function, args, kwargs, options)
-    with region:
-        out = function(*args, **kwargs)
+    try:
+        with region:
+            out = function(*args, **kwargs)
+    except BaseException:  # Note [Put back as often as asked]
+        region.abandon(hooks, modes)
+        raise
     if isinstance(out, Tensor):
         region.has_one_output = True
     elif type(out) in _LAZY:
@@ -135,7 +148,7 @@ def region_of(
     return Region(policies.of(policy), function, options.determinism_check == "values")
 
 
-where.forwards.add(checkpoint.__code__)
+where.forwards.add(_run.__code__)
 where.replays.add(Frame._run_again.__code__)
 
 _LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)

@@ -28,7 +28,13 @@ class _Emptying:
         pass
 
     def __del__(self) -> None:
-        _empty_all(self.holders)
+        if not hasattr(self, "holders"):  # it was interrupted before it was begun
+            return
+        try:
+            _empty_all(self.holders)
+        except BaseException:  # Ctrl-C, of which nobody hears that strikes in here
+            _empty_all(self.holders)
+            raise
 
 
 class _Current(threading.local):

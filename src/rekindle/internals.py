@@ -4,17 +4,25 @@ The switches, torch's own values, are in `switches`, the attention kernels in `a
 
 Each is used as it is, tried on torch 2.11 and 2.13. Names are bound once, because the engines call
 them on their hot paths.
+
+Note [In one call]. Python runs signal handlers, and so raises `KeyboardInterrupt`, when a function
+of Python's begins, after any call, and when a loop jumps back; not inside a function of C. So what
+must happen wholly or not at all is done by one call into C: `tuple(map(function, values))`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
+from typing import Any, TypeVar
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+_T = TypeVar("_T")
 _autograd = torch._C._autograd
 
 push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None] = (
@@ -53,6 +61,17 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 """Whether gradients are on. Public."""
+
+
+def without_grad(function: Callable[..., _T], *args: Any) -> _T:
+    """Call a function with gradients off. Public form: `torch.no_grad()`, which Ctrl-C may undo."""
+    was = grad_enabled()
+    try:
+        set_grad_enabled(False)
+        return function(*args)
+    finally:
+        set_grad_enabled(was)  # the first call of all: nothing can strike before it
+
 
 cuda_in_use: Callable[[], bool] = torch.cuda.is_initialized
 """Whether this process has begun to use CUDA. Public."""
@@ -106,16 +125,95 @@ def tensor_key(tensor: torch.Tensor) -> int:
     return key
 
 
-def without_modes() -> AbstractContextManager[Any]:
-    """Runs ops of our own past any dispatch mode: nobody is to count or record them."""
-    if dispatch_modes():
-        return _disable_current_modes()
-    return nullcontext()
+def past_modes(function: Callable[..., _T], *args: Any) -> _T:
+    """Call a function of our own past any dispatch mode: nobody is to count or record its ops."""
+    if not dispatch_modes():
+        return function(*args)
+    modes = entered_modes()
+    try:
+        _pop_modes(len(modes))
+        out = function(*args)
+        _set_dispatch_modes(modes)
+    except BaseException:
+        _set_dispatch_modes(modes)
+        raise
+    return out
 
 
-def torch_function_enabled() -> AbstractContextManager[Any]:
-    """`__torch_function__` on again: `backward` of a subclass turns it off. No public form."""
-    return torch._C._EnableTorchFunction()
+_NOTHING = nullcontext()
+_push_mode = torch._C._push_on_torch_dispatch_stack
+
+
+def _pop_modes(count: int) -> None:
+    tuple(map(torch._C._pop_torch_dispatch_stack, repeat(None, count)))
+
+
+def _set_dispatch_modes(modes: Sequence[Any]) -> None:
+    if [*map(id, entered_modes())] != [*map(id, modes)]:
+        _pop_modes(dispatch_modes())
+        tuple(map(_push_mode, modes))
+
+
+_MODE_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+_mode_flags = operator.attrgetter(*_MODE_FLAGS)
+
+
+def dispatch_state() -> tuple[Sequence[Any], tuple[bool, ...]]:
+    """The dispatch modes that are entered, and what torch notes of them. No public form."""
+    return entered_modes() if dispatch_modes() else (), _mode_flags(_python_dispatch)
+
+
+def set_dispatch_state(state: tuple[Sequence[Any], tuple[bool, ...]]) -> None:
+    """Have the same dispatch modes entered as when `dispatch_state` was called. No public form."""
+    modes, flags = state
+    _set_dispatch_modes(modes)
+    for name, flag in zip(_MODE_FLAGS, flags, strict=True):
+        setattr(_python_dispatch, name, flag)
+    tell = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
+    if tell is not None:  # not every version of torch keeps it twice
+        tell(flags[-1])
+
+
+def set_function_modes(modes: Sequence[Any]) -> None:
+    """Have these torch-function modes entered, and no others. No public form."""
+    if [*map(id, entered_function_modes())] != [*map(id, modes)]:
+        _call_each(repeat(torch._C._pop_torch_function_stack, function_modes()))
+        tuple(map(torch._C._push_on_torch_function_stack, modes))
+
+
+entered_function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+"""The torch-function modes that are entered. No public form."""
+
+
+def _call_each(functions: Any) -> tuple[Any, ...]:
+    """Call functions of C without arguments. Note [In one call]."""
+    return tuple(map(operator.call, functions))
+
+
+below_modes: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
+"""Runs ops of our own on plain tensors past any dispatch mode, and takes next to no time. Tensor
+subclasses are not looked at either: where there may be some, use `past_modes`. No public form."""
+
+
+def outside_inference_mode() -> AbstractContextManager[Any]:
+    """Leaves inference mode for a while. Public form: `torch.inference_mode(False)`."""
+    if not torch.is_inference_mode_enabled():
+        return _NOTHING
+    guard: AbstractContextManager[Any] = torch._C._InferenceMode(False)  # at once, not when entered
+    return guard
+
+
+def pop_hooks_to(top: Any) -> None:
+    """Pop saved-tensor hooks until those are on top that `top_hooks` gave before."""
+    while True:
+        now = top_hooks(False)
+        if now is None or (top is not None and now[0] is top[0] and now[1] is top[1]):
+            return
+        pop_hooks()
 
 
 def torch_function_disabled() -> AbstractContextManager[Any]:
@@ -123,28 +221,63 @@ def torch_function_disabled() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()
 
 
-def outside_func_transforms() -> AbstractContextManager[Any]:
-    """Leaves all `torch.func` transforms for a while. No public form."""
-    return temporarily_clear_interpreter_stack()
+_C: Any = torch._C
+torch_function_state: Callable[[], Any] = _C._get_torch_function_state
+"""Whether `__torch_function__` is on, off for subclasses, or off for modes too. No public form."""
+
+set_torch_function_state: Callable[[Any], None] = _C._set_torch_function_state
+"""Set it; `backward` of a subclass turns it off. No public form."""
+
+TORCH_FUNCTION_ON = _C._TorchFunctionState.ENABLED
+
+
+class LeftTransforms:
+    """Leaves all `torch.func` transforms, and enters them again. No public form."""
+
+    def __init__(self) -> None:
+        self._depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+        self._left: list[Any] = []
+
+    def leave(self) -> None:
+        pop = torch._C._functorch.pop_dynamic_layer_stack
+        self._left.extend(map(operator.call, repeat(pop, self._depth)))
+
+    def enter_again(self) -> None:
+        if torch._C._functorch.get_dynamic_layer_stack_depth() < self._depth:
+            tuple(map(torch._C._functorch.push_dynamic_layer_stack, reversed(self._left)))
 
 
 def old_vmap_level() -> int:
     """How deep in the vmap that `grad(is_grads_batched=True)` uses. No public form."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
+    level: int = _call_each(_UP_AND_DOWN)[1]
     return level
 
 
-@contextmanager
-def outside_old_vmap(level: int) -> Iterator[None]:
-    """Leaves that vmap for a while. No public form."""
-    for _ in range(level):
-        torch._C._vmapmode_decrement_nesting()
-    try:
-        yield
-    finally:
-        for _ in range(level):
-            torch._C._vmapmode_increment_nesting()
+_up, _down = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
+_UP_AND_DOWN = _up, _down
+
+
+def set_old_vmap_level(level: int) -> None:
+    """Leave that vmap, with 0, or be as deep in it as before. No public form."""
+    now = old_vmap_level()
+    _call_each(repeat(_up if now < level else _down, abs(level - now)))
+
+
+_AUTOCAST_UP_AND_DOWN = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+
+
+def autocast_level() -> int:
+    """How many autocast contexts are entered; casts are cached while any is. No public form."""
+    level: int = _call_each(_AUTOCAST_UP_AND_DOWN)[1]
+    return level
+
+
+def set_autocast_level(level: int) -> None:
+    """Count so many autocast contexts as entered; with none, casts are no longer cached."""
+    now = autocast_level()
+    _call_each(repeat(_AUTOCAST_UP_AND_DOWN[now > level], abs(level - now)))
+    if level == 0:
+        torch.clear_autocast_cache()
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
@@ -163,8 +296,8 @@ def with_versions(function: Callable[[torch.Tensor], Any], tensor: torch.Tensor)
     Inside a dispatch mode they would not: it runs below the part of autograd that sees to it.
     """
     was = _is_excluded(_VERSIONS)
-    _set_excluded(_VERSIONS, False)
     try:
+        _set_excluded(_VERSIONS, False)
         return function(tensor)
     finally:
         _set_excluded(_VERSIONS, was)

@@ -163,8 +163,8 @@ def observe() -> Iterator[Observation]:
     (32, 32)
     """
     seen = Observation()
-    active.append(seen)
     try:
+        active.append(seen)
         yield seen
     finally:
         active.remove(seen)
@@ -247,17 +247,9 @@ class Watch:
             setattr(counts, f"activations_{fate}", getattr(counts, f"activations_{fate}") + 1)
             setattr(counts, f"bytes_{fate}", getattr(counts, f"bytes_{fate}") + size)
 
-    @contextmanager
-    def replay(self, own_ops: Callable[[], int] = lambda: 0) -> Iterator[None]:
-        """Count a replay and the ops it runs, less the engine's own."""
-        counter = _OpCounter()
-        try:
-            with counter:
-                yield
-        finally:
-            for counts in self._counts:
-                counts.replays += 1
-                counts.ops_replayed += counter.ops - own_ops()
+    def replay(self, own_ops: Callable[[], int] = lambda: 0) -> "_OpCounter":
+        """Counts a replay and the ops it runs, less the engine's own."""
+        return _OpCounter(self._counts, own_ops)
 
 
 class OpMode(TorchDispatchMode):
@@ -287,11 +279,19 @@ class OpMode(TorchDispatchMode):
 
 
 class _OpCounter(OpMode):
-    """Counts the ops that reach the dispatcher."""
+    """Counts a replay, and the ops of it that reach the dispatcher."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: list[Counts], own_ops: Callable[[], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ops = 0
+        self._counts = counts
+        self._own_ops = own_ops
+        self._ops = 0
 
     def saw(self, op: Any, made: Any) -> None:  # noqa: ARG002
-        self.ops += 1
+        self._ops += 1
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for counts in self._counts:
+            counts.replays += 1
+            counts.ops_replayed += self._ops - self._own_ops()

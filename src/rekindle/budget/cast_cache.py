@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from rekindle.internals import without_modes
+from rekindle.internals import past_modes
 from rekindle.replay import ambient
+from rekindle.replay.surroundings import entered
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def forward_in(around: ambient.Ambient | None) -> Iterator[None]:
     if has_autocast:
         torch.clear_autocast_cache()
     try:
-        with ambient.entered(around):
+        with entered(around):
             yield
     finally:
         if has_autocast:
@@ -84,16 +85,23 @@ class CacheWatch:
             return
         if not torch.is_autocast_cache_enabled():
             return
-        with without_modes(), torch.enable_grad(), _LastCast() as last:  # type: ignore[no-untyped-call]
-            leaf = torch.ones(1, 1, device=device, dtype=torch.float32, requires_grad=True)
-            torch.mm(leaf, leaf)
-        if last.storage is not None:
-            self._finalizer = weakref.finalize(last.storage, self._on_emptied)
+        storage = past_modes(_storage_of_a_cast, device)
+        if storage is not None:
+            self._finalizer = weakref.finalize(storage, self._on_emptied)
 
     def close(self) -> None:
         """Watch no longer."""
         if self._finalizer is not None:
             self._finalizer.detach()
+
+
+def _storage_of_a_cast(device: torch.device) -> torch.UntypedStorage | None:
+    """Have autocast cast a leaf and put the cast into its cache; returns the cast's storage."""
+    with torch.enable_grad(), _LastCast() as last:  # type: ignore[no-untyped-call]
+        leaf = torch.ones(1, 1, device=device, dtype=torch.float32, requires_grad=True)
+        torch.mm(leaf, leaf)
+    storage: torch.UntypedStorage | None = last.storage
+    return storage
 
 
 class _LastCast(TorchDispatchMode):

@@ -7,6 +7,7 @@ device behind any other.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.budget.as_on_cuda import AsOnCuda
 from rekindle.errors import RekindleError
-from rekindle.internals import ASKS_DEVICE, storage_key, without_modes
+from rekindle.internals import ASKS_DEVICE, past_modes, storage_key
 
 CPU = torch.device("cpu")
 
@@ -128,8 +129,7 @@ class _FakeOrWhole(TorchDispatchMode):
             made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
             if not made or not all(tensor.device == CPU and _has_whole(tensor) for tensor in made):
                 return out
-        with without_modes():
-            return func(*args, **kwargs)
+        return past_modes(partial(func, *args, **kwargs))
 
 
 def _is_whole(tensor: Tensor) -> bool:

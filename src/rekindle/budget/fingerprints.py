@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rekindle.internals import without_modes
+from rekindle.internals import past_modes
 
 _CHUNK = 1 << 18
 """Elements that are looked at at a time: 2 MiB as int64, a few of which are there at once."""
@@ -58,15 +58,17 @@ class Gathering:
 
     def add(self, key: Any, gradient: Tensor) -> None:
         """Take the fingerprint of a gradient, or of a further part of one that comes in parts."""
-        with without_modes():  # what this runs is no op of the step's
-            parts = list(_strided(gradient.detach()))
-            if not parts:
-                return
-            checksum, numbers, epsilon = _taken(parts)
-            if key in self._taken:
-                before = self._taken[key]
-                checksum, numbers = checksum + _mix(before[0].clone()), numbers + before[1]
-            self._taken[key] = checksum, numbers, epsilon
+        past_modes(self._add, key, gradient)  # what this runs is no op of the step's
+
+    def _add(self, key: Any, gradient: Tensor) -> None:
+        parts = list(_strided(gradient.detach()))
+        if not parts:
+            return
+        checksum, numbers, epsilon = _taken(parts)
+        if key in self._taken:
+            before = self._taken[key]
+            checksum, numbers = checksum + _mix(before[0].clone()), numbers + before[1]
+        self._taken[key] = checksum, numbers, epsilon
 
     def __contains__(self, key: Any) -> bool:
         return key in self._taken

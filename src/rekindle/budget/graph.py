@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rekindle.budget.devices import Device, seconds_of
-from rekindle.internals import ASKS_DEVICE, is_traced, storage_key, without_modes
+from rekindle.internals import ASKS_DEVICE, is_traced, past_modes, storage_key
 from rekindle.offload.activation import Kept, unpack
 from rekindle.selective.address import (
     OpAddress,
@@ -190,8 +190,8 @@ def record(forward: Callable[[], Any], device: Device, block: nn.Module | None =
     def pack(tensor: Tensor) -> Kept:
         if not is_traced():
             built.saves.append(built.find(tensor))
-        with without_modes():
-            return Kept(tensor)  # not the tensor: a node that saves its output would hold itself
+        # Not the tensor itself: a node that saves its own output would hold itself.
+        return past_modes(Kept, tensor)
 
     mode = _GraphMode(built, device, block)
     with saved_tensors_hooks(pack, unpack), mode:

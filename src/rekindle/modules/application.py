@@ -11,13 +11,13 @@ from rekindle import policies
 from rekindle.attachment import detach, discard, hooks_on, put_back, set_aside, take_off_new
 from rekindle.modules import patterns
 from rekindle.modules.blocks import blocks_of
-from rekindle.modules.forward import Way, noted, put, take_away
+from rekindle.modules.forward import Way, forward_of, noted, put, take_away
 from rekindle.modules.wrappers import ActivationWrapper
 from rekindle.offload.context import Offload, offload
 from rekindle.policies import Policy
 from rekindle.selective.by_save import Saves
 from rekindle.selective.fates import Fate, fate_named
-from rekindle.selective.tiers import trim_planned
+from rekindle.selective.tiers import trim_fates
 from rekindle.selective.where import SelectiveCheckpointContext
 
 What = str | Policy | Offload | Saves
@@ -166,12 +166,16 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
 def remove(model: nn.Module) -> None:
     """Undo `apply`: every module of the model is as before.
 
-    Host memory and disk that plans have set aside, and that nothing uses, are given back.
+    Host memory and disk that were set aside for it, and that nothing uses, are given back.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"remove() takes a model, but got {type(model).__name__}")
+    offloads = {forward.way for module in model.modules() if (forward := forward_of(module))}
     undo(model)
-    trim_planned()
+    for way in offloads:
+        if isinstance(way, Offload):
+            way.trim()
+    trim_fates()
 
 
 def undo(model: nn.Module) -> None:
@@ -264,10 +268,11 @@ def _is_around(path: str, inner: str) -> bool:
     return path != inner and (not path or inner.startswith(f"{path}."))
 
 
-_OFFLOADS = {
-    "offload": offload(quota=1.0),
-    "spill": offload(tier="disk", quota=1.0),
+_OFFLOADS: dict[Any, dict[str, Any]] = {
+    "offload": {"quota": 1.0},
+    "spill": {"tier": "disk", "quota": 1.0},
 }
+"""What each of these fates gives to `offload`, when it is applied: a folder is looked for then."""
 
 
 def _ways(wanted: _Wanted) -> list[tuple[nn.Module, Way]]:
@@ -312,7 +317,7 @@ def _way(what: What, parts: list[tuple[str, What]], is_offloaded: bool) -> Way |
         return what
     if what == "keep":
         return "keep" if is_offloaded else None
-    return "recompute" if what == "recompute" else _OFFLOADS[what]
+    return "recompute" if what == "recompute" else offload(**_OFFLOADS[what])
 
 
 def _joined(own: Policy, parts: list[tuple[str, What]]) -> Policy:

@@ -8,6 +8,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from rekindle.checkpoint import checkpoint
 from rekindle.compiled import where as traced
 from rekindle.compiled.frames import break_graph
 from rekindle.errors import RekindleError
+from rekindle.internals import pop_hooks_to, top_hooks
 from rekindle.offload.context import Offload, kept
 from rekindle.policies import Policy
 from rekindle.selective.by_save import Saves
@@ -106,17 +108,27 @@ class Forward:
             forward = self.__wrapped__
         if not self.is_on or way == "plain":
             return forward(*args, **kwargs)
-        if isinstance(way, Saves):
-            with way.around(forward, self._trusted):
-                return forward(*args, **kwargs)
-        if way == "keep" or isinstance(way, Offload):
-            with kept() if way == "keep" else way:
-                return forward(*args, **kwargs)
+        if way == "keep" or isinstance(way, Offload | Saves):
+            hooks = top_hooks(False)
+            try:
+                with self._hooks_of(way, forward):
+                    return forward(*args, **kwargs)
+            except BaseException:  # Note [Put back as often as asked]
+                pop_hooks_to(hooks)
+                raise
         options: dict[str, Any] = {"context_fn": way} if isinstance(way, Policy) else {}
         if any(name in _OPTIONS for name in kwargs):  # the module's own, not ours
             call = _with_keywords(forward, tuple(kwargs))
             return checkpoint(call, *kwargs.values(), *args, **options)
         return checkpoint(forward, *args, **options, **kwargs)
+
+    def _hooks_of(
+        self, way: Offload | Saves | Literal["keep"], forward: Callable[..., Any]
+    ) -> AbstractContextManager[Any]:
+        """What is entered around the forward."""
+        if isinstance(way, Saves):
+            return way.around(forward, self._trusted)
+        return way if isinstance(way, Offload) else kept()
 
     def __reduce__(self) -> Any:
         return Forward, (self.__self__, self.way, self.own)

@@ -24,12 +24,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle.errors import RekindleError
 from rekindle.internals import (
+    below_modes,
     grad_fn_of,
     storage_again,
     storage_users,
     version_of,
     versions_of,
-    without_modes,
 )
 from rekindle.versions import VersionMark, counter_key
 
@@ -77,7 +77,12 @@ class Activation:
         is_ours: bool = False,
     ) -> None:
         self.lane = lane
+        self.copy: Copy | None = None
+        self.counts = False
+        """Whether its bytes count as being on the device."""
+        self.nbytes = 0
         self.step = step
+        step.living += 1  # until `__del__` says otherwise: nothing can strike between the two
         self.index = -1
         """Its number among those of the step that may move."""
         self.nbytes = storage.nbytes()
@@ -86,13 +91,10 @@ class Activation:
         self.saved_on = lane.tier.place()
         self.came_to: Any = None
         """Where the device worked when the bytes came back."""
-        self.copy: Copy | None = None
         self.sends = 0
         """How many copies were begun; the last one counts."""
         self.made_from: Derivation | None = None
         """What it is made from in backward, in place of being kept or sent."""
-        self.counts = False
-        """Whether its bytes count as being on the device."""
         self.is_coming = self.was_away = False
         self.is_loose = not is_ours and grad_fn_of(x) is None
         """Whether nothing shows that an op made it: Note [Whose tensor is it]."""
@@ -117,9 +119,10 @@ class Activation:
     def recall(self, storage: torch.UntypedStorage) -> None:
         """Give up a copy that was begun: the bytes are to be had from the storage, and newer."""
         with _DECIDING:
-            copy, self.copy = self.copy, None
+            copy = self.copy
             self.here = bytes_of(storage, self.lane.device)
             self.is_coming = self.was_away = False
+            self.copy = None
         if copy is not None:
             copy.close()
         self.count(here=True)
@@ -168,7 +171,8 @@ class Activation:
         with _DECIDING:
             if self.was_away:
                 return False
-            copy, self.copy = self.copy, None
+            copy = self.copy
+            self.copy = None
         if copy is not None:
             copy.close()
         return True
@@ -195,9 +199,13 @@ class Activation:
         return storage if storage is not None and storage.nbytes() == self.nbytes else None
 
     def __del__(self) -> None:
-        self.lane.departed.append((self.step, self.nbytes if self.counts else 0))
-        if self.copy is not None:
-            self.copy.close()
+        if not hasattr(self, "step"):  # it was interrupted before it was begun
+            return
+        try:
+            self.lane.departed.append((self.step, self.nbytes if self.counts else 0))
+        finally:
+            if self.copy is not None:
+                self.copy.close()
 
 
 class Saved:
@@ -253,7 +261,7 @@ class Saved:
 
     def _of(self, data: Tensor) -> Tensor:
         """The part that it shows."""
-        with without_modes():
+        with below_modes():
             view = torch.empty(0, dtype=self.dtype, device=data.device)
             view.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
             same = self.versions.detach()  # whoever changes what is given out is noticed as well

@@ -2,70 +2,110 @@
 
 The same steps ask for the same sizes in the same order, and first fit then gives the same places:
 a stretch that was long enough for one step is long enough for all of them.
+
+Note [Room belongs to an object]. Whoever takes room gets a lease, and the room is taken for as long
+as that object lives; so it comes back also if Ctrl-C strikes before anybody has noted that it was
+taken. That a lease died is noted without running any Python: a weak reference appends itself to a
+list. And the arena goes from one state to the next by plain assignments, between which nothing can
+strike.
 """
 
 from bisect import bisect_left
+from collections import deque
+from typing import TypeAlias
+from weakref import ref
 
 ALIGNMENT = 4096
 
+_Stretches: TypeAlias = tuple[tuple[int, int], ...]
+"""Where each stretch begins and how long it is, in order."""
+
+
+class Lease:
+    """Some bytes of an arena, taken as long as this lives. Note [Room belongs to an object]."""
+
+    __slots__ = ("__weakref__", "nbytes", "start")
+
+    def __init__(self, start: int, nbytes: int) -> None:
+        self.start = start
+        self.nbytes = nbytes
+
+
+class _Lent(ref[Lease]):
+    """What is left of a lease when it is gone."""
+
+    __slots__ = ("length", "start")
+    length: int
+    start: int
+
 
 class Arena:
-    """Offsets within `size` bytes; knows nothing of what they are offsets into."""
+    """Places within `size` bytes; knows nothing of what they are places in."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._starts = [0] if size else []
-        """Where the free stretches begin, in order; no two of them touch."""
-        self._lengths = {0: size} if size else {}
+        self._free: _Stretches = ((0, size),) if size else ()
+        """Free stretches, no two of which touch."""
+        self._lent: dict[int, _Lent] = {}
+        self._returned: deque[_Lent] = deque()
+        """Leases that died since they were last looked at; from any thread."""
 
     @property
     def is_unused(self) -> bool:
-        return not self.size or self._lengths.get(0) == self.size
+        self._take_back()
+        return not self.size or self._free == ((0, self.size),)
 
-    def take(self, nbytes: int) -> int | None:
-        """The offset of a free stretch of at least `nbytes`, now taken; None if there is none."""
+    def take(self, nbytes: int) -> Lease | None:
+        """The lowest free stretch of at least `nbytes`, now taken; None if there is none."""
+        self._take_back()
         length = aligned(nbytes)
-        for position, start in enumerate(self._starts):
-            free = self._lengths[start]
+        for position, (start, free) in enumerate(self._free):
             if free < length:
                 continue
-            del self._lengths[start]
-            if free == length:
-                del self._starts[position]
-            else:
-                self._starts[position] = start + length
-                self._lengths[start + length] = free - length
-            return start
+            rest = ((start + length, free - length),) if free > length else ()
+            stretches = (*self._free[:position], *rest, *self._free[position + 1 :])
+            lease = Lease(start, nbytes)
+            lent = _Lent(lease, self._returned.append)
+            lent.start, lent.length = start, length
+            key = id(lent)
+            self._lent[key] = lent
+            self._free = stretches
+            return lease
         return None
-
-    def give_back(self, start: int, nbytes: int) -> None:
-        """Free what `take` gave for `nbytes`."""
-        self._free(start, aligned(nbytes))
 
     def grow(self, nbytes: int) -> None:
         """Add at least `nbytes` at the end."""
         length = aligned(nbytes)
+        stretches = _with(self._free, self.size, length)
         self.size += length
-        self._free(self.size - length, length)
+        self._free = stretches
 
     def missing(self, nbytes: int) -> int:
         """How much to grow by, so that `nbytes` fit."""
-        last = self._starts[-1] if self._starts else self.size
-        at_the_end = self._lengths.get(last, 0)
-        return aligned(nbytes) - (at_the_end if last + at_the_end == self.size else 0)
+        start, length = self._free[-1] if self._free else (self.size, 0)
+        return aligned(nbytes) - (length if start + length == self.size else 0)
 
-    def _free(self, start: int, length: int) -> None:
-        position = bisect_left(self._starts, start)
-        if position < len(self._starts) and self._starts[position] == start + length:
-            length += self._lengths.pop(self._starts.pop(position))
-        if (
-            position
-            and self._starts[position - 1] + self._lengths[self._starts[position - 1]] == start
-        ):
-            self._lengths[self._starts[position - 1]] += length
-        else:
-            self._starts.insert(position, start)
-            self._lengths[start] = length
+    def _take_back(self) -> None:
+        while self._returned:
+            lent = self._returned[0]
+            stretches, key = _with(self._free, lent.start, lent.length), id(lent)
+            self._free = stretches
+            del self._lent[key]
+            self._returned.popleft()
+
+
+def _with(free: _Stretches, start: int, length: int) -> _Stretches:
+    """Free stretches and one more, joined with those it touches."""
+    if not length:
+        return free
+    position = after = bisect_left(free, (start, 0))
+    if after < len(free) and free[after][0] == start + length:
+        length += free[after][1]
+        after += 1
+    if position and sum(free[position - 1]) == start:
+        position -= 1
+        start, length = free[position][0], free[position][1] + length
+    return (*free[:position], (start, length), *free[after:])
 
 
 def aligned(nbytes: int) -> int:

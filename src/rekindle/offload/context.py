@@ -4,16 +4,26 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Self, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Self, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from rekindle.compiled.frames import break_graph, no_graph_inside
-from rekindle.internals import capturing, func_transform, is_traced, pop_hooks, push_hooks
+from rekindle.internals import (
+    capturing,
+    func_transform,
+    is_traced,
+    pop_hooks,
+    pop_hooks_to,
+    push_hooks,
+    top_hooks,
+)
 from rekindle.offload.activation import Kept, Saved, may_move, unpack
 from rekindle.offload.disk import DiskTier
 from rekindle.offload.host import HostTier
@@ -39,8 +49,8 @@ def offload(
     """Send activations of the forward inside to host memory or disk; backward gets them back.
 
     A context manager around any forward, and a decorator. Gradients are those of the plain run, bit
-    for bit. What is learnt of a step, and the memory set aside for it, stay for the next `with` of
-    the same options.
+    for bit. What is learnt of a step, and the memory or disk set aside for it, stay for the next
+    `with` of the same options: as long as this object lives, or until four others were used since.
 
     >>> import torch, rekindle
     >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
@@ -76,32 +86,49 @@ class Offload:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self._engine: Engine | None = None
+        """Held, so that what it learnt lives as long as this."""
         self._entered = threading.local()
 
     @no_graph_inside
     def __enter__(self) -> Self:
-        engine = None
-        is_hooked = func_transform() is None  # autograd forbids hooks in transforms
-        if is_hooked:
-            # What a replay saves, or a captured graph, is used at once or in place.
-            engine = None if recomputing.get() or capturing() else engine_of(self.options)
-            push_hooks(engine.pack if engine else Kept, unpack)
-        self._stack.append((is_hooked, engine))
+        hooks, stack = top_hooks(False), self._stack
+        depth = len(stack)
+        try:
+            entry = self._entry()
+            if entry.is_hooked:
+                push_hooks(entry.engine.pack if entry.engine else partial(Kept), unpack)
+            stack.append(entry)
+        except BaseException:
+            del stack[depth:]
+            pop_hooks_to(hooks)
+            raise
         return self
 
     @no_graph_inside
     def __exit__(self, *error: object) -> None:
-        is_hooked, engine = self._stack.pop()
-        if is_hooked:
-            pop_hooks()
-        if engine is not None:
-            engine.pause(failed=error[0] is not None)
+        stack = self._entered.stack
+        entry = stack[-1]
+        del stack[-1]
+        if entry.is_hooked:
+            pop_hooks()  # the first call of all: nothing can strike before it
+        if entry.engine is not None:
+            entry.engine.pause(failed=error[0] is not None)
+
+    def _entry(self) -> "_Entry":
+        if func_transform() is not None:  # autograd forbids hooks in transforms
+            return _Entry(False, None)
+        if recomputing.get() or capturing():
+            # What a replay saves, or a captured graph, is used at once or in place.
+            return _Entry(True, None)
+        self._engine = _engine_for(self.options)
+        return _Entry(True, self._engine)
 
     @property
-    def _stack(self) -> list[tuple[bool, "Engine | None"]]:
+    def _stack(self) -> "list[_Entry]":
         if not hasattr(self._entered, "stack"):
             self._entered.stack = []
-        stack: list[tuple[bool, Engine | None]] = self._entered.stack
+        stack: list[_Entry] = self._entered.stack
         return stack
 
     def __call__(self, function: _Function) -> _Function:
@@ -130,7 +157,9 @@ class Offload:
 
     def trim(self) -> None:
         """Give back the host memory, or the disk, that is set aside and not in use."""
-        engine_of(self.options).trim()
+        engine = _engines.get((os.getpid(), self.options))
+        if engine is not None:
+            engine.trim()
 
     def __reduce__(self) -> tuple[type["Offload"], tuple[Options]]:
         return Offload, (self.options,)
@@ -151,16 +180,25 @@ class Offload:
         return f"rekindle.offload({given})"
 
 
-@contextmanager
-def kept() -> Iterator[None]:
+class _Entry(NamedTuple):
+    """One `with` block that is running."""
+
+    is_hooked: bool
+    engine: "Engine | None"
+
+
+class kept:  # noqa: N801  (used as a function would be)
     """Inside, activations stay where they are, whatever offloads around."""
-    is_hooked = func_transform() is None
-    if is_hooked:
-        push_hooks(Kept, unpack)
-    try:
-        yield
-    finally:
-        if is_hooked:
+
+    def __init__(self) -> None:
+        self._is_hooked = func_transform() is None
+
+    def __enter__(self) -> None:
+        if self._is_hooked:
+            push_hooks(partial(Kept), unpack)
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_hooked:
             pop_hooks()
 
 
@@ -218,10 +256,34 @@ class Engine:
         return None
 
 
-_engines: dict[tuple[int, Options], Engine] = {}
+_RECENT = 4
+"""How many engines live on when no `Offload` holds them."""
+_engines: WeakValueDictionary[tuple[int, Options], Engine] = WeakValueDictionary()
 """The engines of this process: a forked one begins anew, without the threads of its parent."""
+_recent: deque[Engine] = deque(maxlen=_RECENT)
 
 
 def engine_of(options: Options) -> Engine:
-    """The engine for a set of options, with what it learnt so far."""
-    return _engines.setdefault((os.getpid(), options), Engine(options))
+    """The engine for a set of options, with what it learnt so far, while anybody holds it."""
+    engine = _engines.get((os.getpid(), options))
+    if engine is None:
+        engine = _engines.setdefault((os.getpid(), options), Engine(options))
+    return engine
+
+
+def _engine_for(options: Options) -> Engine:
+    """The same, held for a while: a training loop may make an `Offload` of them every step."""
+    engine = engine_of(options)
+    if not _recent or _recent[-1] is not engine:
+        with _using:
+            others = [other for other in _recent if other is not engine]
+            _recent.extend((*others, engine))  # which lets go of as many at the other end
+    return engine
+
+
+_using = threading.Lock()
+
+
+def living_engines() -> list[Engine]:
+    """The engines that there are now."""
+    return list(_engines.values())

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from rekindle.errors import OffloadError
 from rekindle.offload.tiers import Copy
+from rekindle.offload.waits import Waits
 from rekindle.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from rekindle.offload.activation import Activation
     from rekindle.offload.options import Options
     from rekindle.offload.step import Step
@@ -38,12 +37,11 @@ class Departures:
         self,
         tier: "Tier",
         options: "Options",
-        waiting: "Callable[[Step | None], AbstractContextManager[None]]",
+        waits: Waits,
     ) -> None:
         self._tier = tier
         self._options = options
-        self._waiting = waiting
-        """What to be in while the device waits."""
+        self._waits = waits
         self._queue: deque[_Departure] = deque()
         self.nbytes = 0
         """What is on its way."""
@@ -65,12 +63,13 @@ class Departures:
         if copy is None:
             self._no_room(activation, problem)
             return False
-        send = activation.send_by(copy)
-        let_go = WeakMethod(activation.let_go)
-        copy.when_out(lambda: (method := let_go()) and method(send))
         kept = data if self._tier.waits_on_device else None
-        self._queue.append(_Departure(ref(activation), copy, kept, activation.nbytes))
-        self.nbytes += activation.nbytes
+        departure = _Departure(ref(activation), copy, kept, activation.nbytes)
+        let_go = WeakMethod(activation.let_go)
+        send = activation.send_by(copy)
+        self.nbytes += departure.nbytes
+        self._queue.append(departure)
+        copy.when_out(lambda: (method := let_go()) and method(send))
         return True
 
     def release_finished(self) -> None:
@@ -82,20 +81,21 @@ class Departures:
         """Let go of the one that began to leave first, after waiting for it."""
 
         def wait_out() -> None:
-            with self._waiting(step):
+            with self._waits.measured(step):
                 copy.wait_out()
 
         copy = self._queue[0].copy
         self._release(wait_out)
 
     def _release(self, see_out: Callable[[], None]) -> None:
-        departure = self._queue.popleft()
-        self.nbytes -= departure.nbytes
+        departure = self._queue[0]
         problem = None
         try:
-            see_out()
+            see_out()  # which may be interrupted, and is done again then
         except OSError as error:
             problem = str(error)
+        self.nbytes -= departure.nbytes
+        self._queue.popleft()
         activation = departure.activation()
         if activation is None or activation.copy is not departure.copy:
             return  # nobody wants it any more, or it stayed after all

@@ -13,7 +13,6 @@ compared with what it is to replace.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from rekindle.errors import RekindleError
-from rekindle.internals import any_autocast, saved_by, torch_function_disabled, version_of
+from rekindle.internals import (
+    any_autocast,
+    saved_by,
+    torch_function_disabled,
+    version_of,
+    without_grad,
+)
 from rekindle.offload.activation import Source, bytes_of
 
 _Made = Callable[[Any], Callable[..., Tensor]]
@@ -94,19 +99,32 @@ class Derivation:
             ) from None
 
     def _make(self, inputs: list[Tensor]) -> Tensor:
-        device = inputs[0].device
-        with torch.no_grad(), torch_function_disabled(), ExitStack() as stack:
-            if any_autocast():  # what was saved has been cast already
-                stack.enter_context(torch.autocast(device.type, enabled=False))
-            threads = torch.get_num_threads()
-            if device.type == "cpu" and threads != self._threads:
-                torch.set_num_threads(self._threads)
-                stack.callback(torch.set_num_threads, threads)
-            made = self._op(*inputs)
-            if made.stride() != self._stride:
-                made = torch.empty_strided(
-                    self._shape, self._stride, dtype=made.dtype, device=device
-                ).copy_(made)
+        kind = inputs[0].device.type
+        threads, is_cast = (
+            torch.get_num_threads(),
+            any_autocast() and torch.is_autocast_enabled(kind),
+        )
+        try:
+            try:
+                if is_cast:  # what was saved has been cast already
+                    torch.set_autocast_enabled(kind, False)
+                if kind == "cpu" and threads != self._threads:
+                    torch.set_num_threads(self._threads)
+                with torch_function_disabled():
+                    return without_grad(self._made, inputs)
+            finally:  # each begins with a call of C, before which nothing can strike
+                if kind == "cpu" and threads != self._threads:
+                    torch.set_num_threads(threads)
+        finally:
+            if is_cast:
+                torch.set_autocast_enabled(kind, True)
+
+    def _made(self, inputs: list[Tensor]) -> Tensor:
+        made = self._op(*inputs)
+        if made.stride() != self._stride:
+            made = torch.empty_strided(
+                self._shape, self._stride, dtype=made.dtype, device=made.device
+            ).copy_(made)
         return made
 
 

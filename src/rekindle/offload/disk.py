@@ -2,16 +2,13 @@
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rekindle.offload.spill_file import SpillFile, succeeded, wait_for
+from rekindle.offload.spill_file import SpillFile, wait_for
 from rekindle.offload.tiers import Copy, Mark, Place, Tier
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
+from rekindle.offload.workers import Job
 
 
 class DiskTier(Tier):
@@ -45,25 +42,24 @@ class DiskTier(Tier):
 class DiskCopy(Copy):
     """One activation of host memory on disk."""
 
-    __slots__ = ("_coming", "_file", "_nbytes", "_reading", "_start", "_writing")
+    __slots__ = ("_coming", "_file", "_lease", "_reading", "_writing")
 
     def __init__(self, file: SpillFile, data: Tensor) -> None:
         self._file = file
-        self._nbytes = data.numel()
-        self._start = file.take(self._nbytes)
-        self._writing = file.write(data, self._start)
         self._coming: Tensor | None = None
-        self._reading: Future[None] | None = None
+        self._reading: Job | None = None
+        self._lease = file.take(data.numel())
+        self._writing = file.write(data, self._lease)
 
     def is_out(self) -> bool:
-        return self._writing.done()
+        return self._writing.is_done
 
     def when_out(self, let_go: Callable[[], None]) -> None:
-        def written(writing: "Future[None]") -> None:
-            if succeeded(writing):
+        def written(writing: Job) -> None:
+            if writing.has_succeeded:
                 let_go()
 
-        self._writing.add_done_callback(written)
+        self._writing.when_done(written)
 
     def check_out(self) -> None:
         wait_for(self._writing)
@@ -73,8 +69,9 @@ class DiskCopy(Copy):
 
     def fetch(self) -> bool:
         if self._coming is None:
-            data = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
-            self._reading = self._file.read(data, self._start)
+            data = torch.empty(self._lease.nbytes, dtype=torch.uint8, device="cpu")
+            reading = self._file.read(data, self._lease)
+            self._reading = reading
             self._coming = data
         return True
 
@@ -83,8 +80,12 @@ class DiskCopy(Copy):
         data, reading = self._coming, self._reading
         assert data is not None, "it is being read, or has been"
         assert reading is not None, "it is being read, or has been"
+        try:
+            wait_for(reading)
+        except OSError:
+            self._coming = None
+            raise
         self._coming = None
-        wait_for(reading)
         return data
 
     def drop(self) -> None:
@@ -93,4 +94,5 @@ class DiskCopy(Copy):
     def close(self) -> None:
         self.drop()
         self._writing.cancel()
-        self._file.give_back_after(self._writing, self._reading, self._start, self._nbytes)
+        if self._reading is not None:
+            self._reading.cancel()

@@ -14,7 +14,7 @@ before: no deadlock is possible.
 import torch
 from torch import Tensor
 
-from rekindle.internals import device_segments
+from rekindle.internals import current_cuda_device, device_segments
 from rekindle.offload.pinned import PinnedPool, Room
 from rekindle.offload.tiers import Copy, Tier
 
@@ -205,11 +205,17 @@ def _copy(
     source: Tensor, target: Tensor, stream: torch.cuda.Stream, timing: "_Timing | None"
 ) -> torch.cuda.Event:
     """Copy on a stream, and say when it is done."""
-    with torch.cuda.stream(stream):
-        if timing is not None:
-            timing.begin.record(stream)
-        target.copy_(source, non_blocking=True)
-        if timing is not None:
-            timing.end.record(stream)
-        done: torch.cuda.Event = stream.record_event()
-        return done
+    home, device = torch.cuda.current_stream(stream.device), current_cuda_device()
+    try:
+        with torch.cuda.stream(stream):
+            if timing is not None:
+                timing.begin.record(stream)
+            target.copy_(source, non_blocking=True)
+            if timing is not None:
+                timing.end.record(stream)
+            done: torch.cuda.Event = stream.record_event()
+            return done
+    except BaseException:  # Note [Put back as often as asked]
+        torch.cuda.set_stream(home)
+        torch.cuda.set_device(device)
+        raise

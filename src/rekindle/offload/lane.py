@@ -9,8 +9,6 @@ again, comes on top.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -21,12 +19,13 @@ from torch import Tensor
 from rekindle import observation
 from rekindle.emptying import empty_when_backward_ends
 from rekindle.errors import OffloadError
-from rekindle.internals import graph_task_id, nodes_so_far, storage_key, without_modes
+from rekindle.internals import below_modes, graph_task_id, nodes_so_far, storage_key
 from rekindle.offload.activation import Activation, Kept, Saved, bytes_of
 from rekindle.offload.departures import Departures
 from rekindle.offload.derive import Derivation, derivation_of, is_made_by_its_node
 from rekindle.offload.lessons import Lessons
 from rekindle.offload.step import Place, Step
+from rekindle.offload.waits import Waits
 from rekindle.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -48,73 +47,102 @@ class Lane:
         self._past: list[Step] = []
         """Steps whose backward has begun and whose activations are not all dead."""
         self._lessons = Lessons(options.quota, tier, options.hurries)
-        self._leaving = Departures(tier, options, self._waiting)
+        self._waits = Waits(tier, options)
+        self._leaving = Departures(tier, options, self._waits)
         self._backwards: dict[int, _Backward] = {}
 
     def save(self, x: Tensor, is_ours: bool = False) -> Saved:
         """Take a tensor that autograd saves."""
         place = _place()
-        with self._lock, without_modes():
-            self._tidy()
-            step = self._open_step()
-            if step.loose:
-                self._send_loose(step, running=place)
-            storage = x.untyped_storage()
-            known = step.by_storage.get(storage_key(storage))
-            activation = known() if known else None
-            if activation is None or not _can_stand_for(activation, x, storage):
-                activation = self._add(step, x, storage, place, is_ours)
-            elif not activation.is_known(x):
-                self._copy_again(step, activation, x, storage, place)
-            return Saved(activation, x)
+        with self._lock, below_modes():
+            try:
+                self._tidy()
+                step = self._open_step()
+                if step.loose:
+                    self._send_loose(step, running=place)
+                storage = x.untyped_storage()
+                known = step.by_storage.get(storage_key(storage))
+                activation = known() if known else None
+                if activation is None or not _can_stand_for(activation, x, storage):
+                    activation = self._add(step, x, storage, place, is_ours)
+                elif not activation.is_known(x):
+                    self._copy_again(step, activation, x, storage, place)
+                return Saved(activation, x)
+            except BaseException as error:
+                self._note_failure(error, self._step)
+                raise
 
     def ask(self, activation: Activation) -> Tensor:
         """The bytes of an activation that backward wants, on the device."""
-        with self._lock, without_modes():
-            self._tidy()
-            step = activation.step
-            self._note_backward(step, activation)
-            if activation.made_from is None:
-                step.diary.note_used(activation.index, self.tier if step.is_measured else None)
-                step.use(activation.index)
-            data = activation.here
-            if data is not None:
-                if activation.was_away:
-                    self.tier.join(data, activation.came_to)
-                self._fetch_wanted(step)
-                return data
-            storage = activation.held_elsewhere()
-            if storage is not None:
-                if activation.made_from is None:
-                    step.diary.stays.add(activation.index)
-                return bytes_of(storage, self.device)
-            if activation.made_from is not None:
-                made = activation.made_from.make("derive=False keeps or sends that one instead.")
-                data = bytes_of(made.untyped_storage(), self.device)
-            else:
-                data = self._bring_back(step, activation)
-            activation.here = data
-            activation.came_to = self.tier.place()
+        with self._lock, below_modes():
+            try:
+                return self._ask(activation.step, activation)
+            except BaseException as error:
+                self._note_failure(error, activation.step)
+                raise
+
+    def _ask(self, step: Step, activation: Activation) -> Tensor:
+        self._tidy()
+        self._note_backward(step, activation)
+        if activation.made_from is None:
+            step.diary.note_used(activation.index, self.tier if step.is_measured else None)
+            step.use(activation.index)
+        data = activation.here
+        if data is not None:
+            if activation.was_away:
+                self.tier.join(data, activation.came_to)
+            self._fetch_wanted(step)
             return data
+        storage = activation.held_elsewhere()
+        if storage is not None:
+            if activation.made_from is None:
+                step.diary.stays.add(activation.index)
+            return bytes_of(storage, self.device)
+        if activation.made_from is not None:
+            made = activation.made_from.make("derive=False keeps or sends that one instead.")
+            data = bytes_of(made.untyped_storage(), self.device)
+        else:
+            data = self._bring_back(step, activation)
+        came_to = self.tier.place()
+        activation.came_to = came_to
+        activation.here = data
+        return data
+
+    def _note_failure(self, error: BaseException, step: Step | None) -> None:
+        """Begin anew with the next step if something was interrupted, which may be half done.
+
+        What was saved stays readable: an activation and its step need nothing of the lane's.
+        """
+        if step is not None and not isinstance(error, Exception):
+            step.is_broken = True
+            if self._step is step:
+                self._step = None
 
     def pause(self, failed: bool) -> None:
         """A `with` block ends."""
-        with self._lock, without_modes():
-            if failed:  # let go of what it sent; of errors there is one already
-                while self._leaving and self.tier.waits_on_device:
-                    self._leaving.release_first(None)
-                return
-            self._tidy()
-            step = self._step
-            if step is None or step.has_turned:
-                return
-            self._send_loose(step)
-            if self.tier.waits_on_device and step.choice is None:
-                self._release_all()
+        with self._lock, below_modes():
+            try:
+                self._pause(failed)
+            except BaseException as error:
+                self._note_failure(error, self._step)
+                raise
+
+    def _pause(self, failed: bool) -> None:
+        if failed:  # let go of what it sent; of errors there is one already
+            while self._leaving and self.tier.waits_on_device:
+                self._leaving.release_first(None)
+            return
+        self._tidy()
+        step = self._step
+        if step is None or step.has_turned:
+            return
+        self._send_loose(step)
+        if self.tier.waits_on_device and step.choice is None:
+            self._release_all()
 
     def begin_backward(self) -> None:
         """The backward begins, and may ask for something of this lane only later."""
-        with self._lock, without_modes():
+        with self._lock, below_modes():
             self._tidy()
             step = self._step
             if step is not None and step.sizes and not step.has_turned:
@@ -142,9 +170,10 @@ class Lane:
         """Act on what ended since the last time."""
         self._leaving.release_finished()
         while self.departed:
-            step, nbytes = self.departed.popleft()
+            step, nbytes = self.departed[0]
             step.living -= 1
             step.here -= nbytes
+            self.departed.popleft()
 
     def _open_step(self) -> Step:
         """The step that is being saved: Note [What a step is]."""
@@ -154,7 +183,7 @@ class Lane:
             self._past = [past for past in seen if past.living]
             self._step = None
             for past in seen:
-                if not past.living:
+                if not (past.living or past.is_broken):
                     self._lessons.learn(past)
             step = self._step = self._lessons.next_step()
         return step
@@ -168,7 +197,6 @@ class Lane:
         is_ours: bool,
     ) -> Activation:
         activation = Activation(self, step, x, storage, is_ours)
-        step.living += 1
         derives = self._options.derive
         derivation = derivation_of(x, storage, self._may_give) if derives else None
         if derivation is not None and self._is_trusted(step, derivation, activation):
@@ -275,7 +303,7 @@ class Lane:
     def _stay_below_ceiling(self, step: Step) -> None:
         """Have the device wait for copies until no more activations are there than should be."""
         if step.choice is None:
-            while self._leaving.nbytes > step.lead:
+            while self._leaving and self._leaving.nbytes > step.lead:
                 self._leaving.release_first(step)
         else:
             ceilings, last = step.choice.ceilings, len(step.sizes) - 1
@@ -296,8 +324,9 @@ class Lane:
             return
         backward = self._backwards.get(task)
         if backward is None:
-            backward = self._backwards[task] = _Backward(self, task)
+            backward = _Backward(self, task)
             empty_when_backward_ends(backward)
+            self._backwards[task] = backward
         if step not in backward.steps:
             backward.steps.add(step)
             step.restart(activation.index)
@@ -323,7 +352,7 @@ class Lane:
         assert activation.copy is not None, "what is away has a copy"
         self._note_coming(activation)
         try:
-            with self._waiting(step):
+            with self._waits.measured(step):
                 data = activation.copy.take()
         except OSError as error:
             raise OffloadError(
@@ -368,21 +397,6 @@ class Lane:
                 if not self._fetch(wanted):
                     return
             step.wanted.popleft()
-
-    @contextmanager
-    def _waiting(self, step: Step | None) -> Iterator[None]:
-        """Measure a wait, if anybody wants to know."""
-        is_measured = step is not None and step.is_measured
-        if not (is_measured or observation.active):
-            yield
-            return
-        begin = self.tier.mark()
-        yield
-        end = self.tier.mark()
-        if step is not None and step.is_measured:
-            step.diary.note_wait(begin, end)
-        for seen in observation.active:
-            seen.traffic(self._options.tier).add_wait(self.tier.seconds, begin, end)
 
     def _count(self, **counts: int) -> None:
         for seen in observation.active:

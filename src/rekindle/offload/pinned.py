@@ -16,7 +16,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from rekindle.offload.arena import Arena, aligned
+from rekindle.offload.arena import Arena, Lease, aligned
 from rekindle.sizes import format_bytes
 
 _SLAB = 256 * 2**20
@@ -28,12 +28,12 @@ _SPARED = 0.1
 class Room:
     """Some bytes of the pool, taken by one copy."""
 
-    __slots__ = ("buffer", "read", "slab", "start")
+    __slots__ = ("_lease", "buffer", "read", "slab")
 
-    def __init__(self, slab: "_Slab", start: int, nbytes: int) -> None:
+    def __init__(self, slab: "_Slab", lease: Lease) -> None:
         self.slab = slab
-        self.start = start
-        self.buffer = slab.memory[start : start + nbytes]
+        self._lease = lease
+        self.buffer = slab.memory[lease.start : lease.start + lease.nbytes]
         self.read: tuple[int, torch.cuda.Event] | None = None
         """The last read of these bytes: its number, in the order of reads, and when it is over."""
 
@@ -57,16 +57,16 @@ class PinnedPool:
         """Room for `nbytes`, or None: the cap is reached."""
         self._take_back()
         for slab in self._slabs:
-            start = slab.arena.take(nbytes)
-            if start is not None:
+            lease = slab.arena.take(nbytes)
+            if lease is not None:
                 slab.is_used = True
-                return Room(slab, start, nbytes)
+                return Room(slab, lease)
         if not self._grow(aligned(nbytes)):
             return None
         slab = self._slabs[-1]
-        start = slab.arena.take(nbytes)
-        assert start is not None, "a new slab holds what it was made for"
-        return Room(slab, start, nbytes)
+        lease = slab.arena.take(nbytes)
+        assert lease is not None, "a new slab holds what it was made for"
+        return Room(slab, lease)
 
     def give_back(self, room: Room) -> None:
         """Free a room; from any thread, at any moment."""
@@ -93,10 +93,10 @@ class PinnedPool:
 
     def _take_back(self) -> None:
         while self._returned:
-            room = self._returned.popleft()
-            if room.read and (self.last_read is None or room.read[0] > self.last_read[0]):
-                self.last_read = room.read
-            room.slab.arena.give_back(room.start, room.buffer.numel())
+            read = self._returned[0].read
+            if read and (self.last_read is None or read[0] > self.last_read[0]):
+                self.last_read = read
+            self._returned.popleft()  # with which its lease ends
 
     def _grow(self, nbytes: int) -> bool:
         """Add a slab of at least `nbytes`, a larger one if there is room for it."""

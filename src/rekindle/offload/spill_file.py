@@ -10,22 +10,19 @@ import errno
 import os
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Lock
 
 import torch
 from torch import Tensor
 
-from rekindle.offload.arena import Arena
+from rekindle.offload.arena import Arena, Lease
+from rekindle.offload.workers import Job, workers
 
-_WORKERS = 4
 _PIECE = 64 * 2**20
 """What is read or written by one call: the system takes no more than 2 GiB at a time."""
-
-_Work = Callable[[Tensor, int, torch.cuda.Event | None], None]
 
 
 class SpillFile:
@@ -36,8 +33,6 @@ class SpillFile:
         self._file: int | None = None
         self._process = os.getpid()
         self._arena = Arena(0)
-        self._returned: deque[tuple[int, int]] = deque()
-        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="rekindle-spill")
         self.written = _Meter()
         self.read_back = _Meter()
 
@@ -45,88 +40,73 @@ class SpillFile:
     def size(self) -> int:
         return self._arena.size
 
-    def take(self, nbytes: int) -> int:
-        """The offset of `nbytes` of room. Raises `OSError` if the disk is full or unwritable."""
-        while self._returned:
-            self._arena.give_back(*self._returned.popleft())
-        start = self._arena.take(nbytes)
-        if start is None:
+    def take(self, nbytes: int) -> Lease:
+        """`nbytes` of room. Raises `OSError` if the disk is full or unwritable."""
+        lease = self._arena.take(nbytes)
+        if lease is None:
             if self._file is None:
-                self._file = _open_nameless(self._directory)
+                self._run(self._open)
             more = self._arena.missing(nbytes)
-            _reserve(self._file, self._arena.size, more)
+            _reserve(self._fd, self._arena.size, more)
             self._arena.grow(more)
-            start = self._arena.take(nbytes)
-            assert start is not None, "the file has grown by what was missing"
-        return start
-
-    def give_back(self, start: int, nbytes: int) -> None:
-        """Free some room; from any thread, at any moment."""
-        self._returned.append((start, nbytes))
+            lease = self._arena.take(nbytes)
+            assert lease is not None, "the file has grown by what was missing"
+        return lease
 
     def trim(self) -> None:
         """Give the disk back, if no room is in use."""
-        while self._returned:
-            self._arena.give_back(*self._returned.popleft())
         if self._file is not None and self._arena.is_unused:
-            os.close(self._file)
-            self._file = None
+            self._run(self._close)
             self._arena = Arena(0)
 
-    def write(
-        self, data: Tensor, start: int, after: torch.cuda.Event | None = None
-    ) -> "Future[None]":
+    def write(self, data: Tensor, lease: Lease, after: torch.cuda.Event | None = None) -> Job:
         """Write bytes in the background, once the device has come to an event."""
-        return self._in_background(self._write, data, start, after)
+        return self._in_background(partial(self._write, data, lease, after))
 
-    def read(
-        self, data: Tensor, start: int, after: torch.cuda.Event | None = None
-    ) -> "Future[None]":
+    def read(self, data: Tensor, lease: Lease, after: torch.cuda.Event | None = None) -> Job:
         """Fill `data` in the background, once the device has come to an event."""
-        return self._in_background(self._read, data, start, after)
+        return self._in_background(partial(self._read, data, lease, after))
 
-    def _in_background(
-        self, work: _Work, data: Tensor, start: int, after: torch.cuda.Event | None
-    ) -> "Future[None]":
-        """Have a thread do some work; or do it here, if there are no threads to be had."""
+    def _in_background(self, work: Callable[[], None]) -> Job:
         if os.getpid() != self._process:
             raise OSError(errno.ECHILD, "the spill file belongs to the process that was forked")
-        done: Future[None] = Future()
-        box = [data]
-        try:
-            self._workers.submit(_do, work, box, start, after, done)
-        except RuntimeError:  # the interpreter ends, for one; some thread may do it all the same
-            _do(work, box, start, after, done)
-        return done
+        return workers.submit(work)
 
-    def give_back_after(
-        self,
-        writing: "Future[None]",
-        reading: "Future[None] | None",
-        start: int,
-        nbytes: int,
-    ) -> None:
-        """Free some room as soon as no thread reads or writes there."""
-        last = writing if reading is None or reading.cancel() else reading
-        last.add_done_callback(lambda _: self.give_back(start, nbytes))
+    def _run(self, work: Callable[[], None]) -> None:
+        """Have a thread do something that Ctrl-C would leave half done, and wait for it."""
+        wait_for(self._in_background(work))
 
-    def _write(self, data: Tensor, start: int, after: torch.cuda.Event | None) -> None:
+    def _open(self) -> None:
+        if self._file is None:
+            self._file = _open_nameless(self._directory)
+
+    def _close(self) -> None:
+        """Give the disk back, also if a forked process still has the file open."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        if os.getpid() == self._process:
+            with suppress(OSError):
+                os.ftruncate(file, 0)
+        os.close(file)
+
+    def _write(self, data: Tensor, lease: Lease, after: torch.cuda.Event | None) -> None:
         if after is not None:
             after.synchronize()
         with self.written.timing(data.numel()):
             for begin, piece in _pieces(data):
                 done = 0
                 while done < len(piece):
-                    done += os.pwrite(self._fd, piece[done:], start + begin + done)
+                    done += os.pwrite(self._fd, piece[done:], lease.start + begin + done)
 
-    def _read(self, data: Tensor, start: int, after: torch.cuda.Event | None) -> None:
+    def _read(self, data: Tensor, lease: Lease, after: torch.cuda.Event | None) -> None:
         if after is not None:
             after.synchronize()
         with self.read_back.timing(data.numel()):
             for begin, piece in _pieces(data):
                 done = 0
                 while done < len(piece):
-                    count = os.preadv(self._fd, [piece[done:]], start + begin + done)
+                    count = os.preadv(self._fd, [piece[done:]], lease.start + begin + done)
                     if not count:
                         raise OSError(errno.EIO, "the spill file ends too early")
                     done += count
@@ -137,45 +117,13 @@ class SpillFile:
         return self._file
 
     def __del__(self) -> None:
-        self._workers.shutdown(wait=False)
-        if self._file is not None:
-            os.close(self._file)
+        self._close()
 
 
-def _do(
-    work: _Work,
-    box: list[Tensor],
-    start: int,
-    after: torch.cuda.Event | None,
-    done: "Future[None]",
-) -> None:
-    """Do some work on what is in the box, unless somebody has; when it is done nobody holds it."""
-    try:
-        data = box.pop()
-    except IndexError:
-        return
-    if not done.set_running_or_notify_cancel():
-        return
-    try:
-        work(data, start, after)
-    except BaseException as error:  # noqa: BLE001  (whoever waits for it is to know)
-        done.set_exception(error.with_traceback(None))  # which leads back to `done`
-    else:
-        del data
-        done.set_result(None)
-
-
-def succeeded(future: "Future[None]") -> bool:
-    """Whether it is done, and nothing went wrong."""
-    return future.done() and not future.cancelled() and future.exception() is None
-
-
-def wait_for(future: "Future[None]") -> None:
-    """Wait until it is done. Raises an error of its own: the future's would hold all that waits."""
-    try:
-        error = future.exception()
-    except CancelledError:  # nobody wants it any more
-        return
+def wait_for(job: Job) -> None:
+    """Wait until it is done. Raises an error of its own: the job's would hold all that waits."""
+    job.wait()
+    error = job.error
     if error is not None:
         raise OSError(getattr(error, "errno", None) or errno.EIO, _message(error))
 

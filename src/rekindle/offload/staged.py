@@ -4,17 +4,18 @@ An activation leaves the room as soon as it is written, and stays there if it ca
 """
 
 from collections import deque
-from concurrent.futures import Future, wait
 from threading import RLock
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
+from rekindle.offload.arena import Lease
 from rekindle.offload.host import HostTier, Incoming, Outgoing
 from rekindle.offload.pinned import Room
-from rekindle.offload.spill_file import SpillFile, succeeded, wait_for
+from rekindle.offload.spill_file import SpillFile, wait_for
 from rekindle.offload.tiers import Copy, Mark, Tier
+from rekindle.offload.workers import Job
 
 _STAGE = 4 * 2**30
 """Pinned memory for activations on their way to disk, if no cap is given."""
@@ -31,20 +32,20 @@ class StagedDiskTier(Tier):
         self.file = SpillFile(directory)
         self.lock = RLock()
         """Held while a room changes hands: the threads that write give theirs back."""
-        self._writing: deque[Future[None]] = deque()
+        self._writing: deque[Job] = deque()
 
     def send(self, data: Tensor, saved_on: torch.cuda.Stream) -> "StagedCopy | None":
-        while self._writing and self._writing[0].done():
+        while self._writing and self._writing[0].is_done:
             wait_for(self._writing.popleft())
-        start = self.file.take(data.numel())
+        lease = self.file.take(data.numel())
         room = self.host.pool.take(data.numel())
         while room is None and self._writing:  # until something else is written
-            wait([self._writing.popleft()])
+            self._writing[0].wait()
+            self._writing.popleft()
             room = self.host.pool.take(data.numel())
         if room is None:
-            self.file.give_back(start, data.numel())
             return None
-        copy = StagedCopy(self, room, start, data, saved_on)
+        copy = StagedCopy(self, room, lease, data, saved_on)
         self._writing.append(copy.writing)
         return copy
 
@@ -84,11 +85,10 @@ class StagedCopy(Copy):
     __slots__ = (
         "__weakref__",
         "_in",
-        "_nbytes",
+        "_lease",
         "_out",
         "_reading",
         "_room",
-        "_start",
         "_tier",
         "writing",
     )
@@ -97,24 +97,23 @@ class StagedCopy(Copy):
         self,
         tier: StagedDiskTier,
         room: Room,
-        start: int,
+        lease: Lease,
         data: Tensor,
         saved_on: torch.cuda.Stream,
     ) -> None:
         self._tier = tier
         self._room: Room | None = room
-        self._start = start
-        self._nbytes = data.numel()
+        self._lease = lease
         self._out = Outgoing(tier.host, room, data, saved_on)
         self._in: Incoming | None = None
-        self._reading: Future[None] | None = None
-        self.writing = tier.file.write(room.buffer, start, self._out.sent)
-        written = WeakMethod(self._written)  # a future holds on to what it has called
-        self.writing.add_done_callback(lambda f: (method := written()) and method(f))
+        self._reading: Job | None = None
+        self.writing = tier.file.write(room.buffer, lease, self._out.sent)
+        written = WeakMethod(self._written)  # else it would live until it is written
+        self.writing.when_done(lambda job: (method := written()) and method(job))
 
-    def _written(self, writing: "Future[None]") -> None:
+    def _written(self, writing: Job) -> None:
         with self._tier.lock:
-            if self._in is None and self._reading is None and succeeded(writing):
+            if self._in is None and self._reading is None and writing.has_succeeded:
                 self._leave_room()
 
     def is_out(self) -> bool:
@@ -131,14 +130,14 @@ class StagedCopy(Copy):
                 if self._room is not None:  # not written yet
                     self._in = Incoming(self._tier.host, self._room, self._out.sent)
                     return True
-                self._room = self._tier.host.pool.take(self._nbytes)
+                self._room = self._tier.host.pool.take(self._lease.nbytes)
                 if self._room is None:
                     return False
                 read = self._tier.host.pool.last_read
                 self._reading = self._tier.file.read(
-                    self._room.buffer, self._start, read[1] if read else None
+                    self._room.buffer, self._lease, read[1] if read else None
                 )
-            if self._reading.done():
+            if self._reading.is_done:
                 self._enter()
             return True
 
@@ -153,7 +152,7 @@ class StagedCopy(Copy):
             return self._read_past_the_stage()
         if self._in is None:
             assert self._reading is not None, "it is being read, or has been"
-            wait([self._reading])
+            self._reading.wait()
             self._enter()
         assert self._in is not None, "it has entered"
         data = self._in.take()
@@ -162,8 +161,8 @@ class StagedCopy(Copy):
 
     def _read_past_the_stage(self) -> Tensor:
         """The bytes, by way of ordinary memory: others have all the pinned memory."""
-        data = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
-        wait_for(self._tier.file.read(data, self._start))
+        data = torch.empty(self._lease.nbytes, dtype=torch.uint8, device="cpu")
+        wait_for(self._tier.file.read(data, self._lease))
         return data.to(self._tier.host.device)
 
     def drop(self) -> None:
@@ -171,7 +170,7 @@ class StagedCopy(Copy):
             if self._in is not None:
                 self._in.drop()
                 self._in = None
-            if self._reading is not None or succeeded(self.writing):
+            if self._reading is not None or self.writing.has_succeeded:
                 self._leave_room()
 
     def _leave_room(self) -> None:
@@ -180,15 +179,13 @@ class StagedCopy(Copy):
         self._room = self._reading = None
         if room is not None and reading is not None:
             reading.cancel()
-            reading.add_done_callback(lambda _: self._tier.host.pool.give_back(room))
+            reading.when_done(lambda _: self._tier.host.pool.give_back(room))
         elif room is not None:
             self._tier.host.pool.give_back(room)
 
     def close(self) -> None:
         with self._tier.lock:
-            reading = self._reading
             self.drop()
             room, self._room = self._room, None
-        self._tier.file.give_back_after(self.writing, reading, self._start, self._nbytes)
         if room is not None:
-            self.writing.add_done_callback(lambda _: self._tier.host.pool.give_back(room))
+            self.writing.when_done(lambda _: self._tier.host.pool.give_back(room))

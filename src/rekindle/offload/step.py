@@ -33,6 +33,8 @@ class Step:
         self.diary = Diary()
         self.has_turned = False
         """Whether backward has begun."""
+        self.is_broken = False
+        """Whether something was interrupted while it was noted down: nothing is learnt from it."""
         self.activations: list[ref[Activation]] = []
         self.derived: list[ref[Activation]] = []
         """Those that are made from others; the rest of what is here is not about them."""
@@ -85,11 +87,13 @@ class Step:
         if activation.made_from is not None:
             self.derived.append(weak)
             return
+        nbytes, largest = activation.nbytes, max(self.largest, activation.nbytes)
         activation.index = len(self.activations)
-        activation.count(here=True)
-        self.activations.append(weak)
-        self.sizes.append(activation.nbytes)
-        self.largest = max(self.largest, activation.nbytes)
+        activation.counts = True  # and from here on no call, so that nothing can strike between
+        self.here += nbytes
+        self.activations += (weak,)
+        self.sizes += (nbytes,)
+        self.largest = largest
 
     def is_complete(self, activation: "Activation") -> bool:
         """Whether no more writes to an activation are to be expected before backward."""
@@ -129,7 +133,6 @@ class Step:
 
     def turn(self, known: list[History]) -> None:
         """Backward begins: from now on the order of uses counts."""
-        self.has_turned = True
         self.last.clear()
         was_expected = self.is_as_known
         if not was_expected:  # it may have been taken for a longer one
@@ -142,6 +145,7 @@ class Step:
             fetch_at = fetch_ahead(self.sizes, order, moved)
             self.choice = Choice(moved, self.here + lead_of(self.sizes), fetch_at)
         self.turn_of = {index: turn for turn, index in enumerate(order)}
+        self.has_turned = True
 
     def use(self, index: int) -> None:
         """Backward uses an activation: what is to be fetched by then is wanted now."""

@@ -5,8 +5,8 @@ which attention kernels are allowed (`sdpa_kernel`), and the names of functions 
 regions run with nothing of it changed, and then taking it is a handful of calls and one tuple.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeAlias
@@ -14,13 +14,16 @@ from typing import Any, TypeAlias
 import torch
 
 from rekindle.internals import (
+    TORCH_FUNCTION_ON,
     any_autocast,
+    autocast_level,
+    below_modes,
     cuda_in_use,
     function_modes,
+    set_autocast_level,
+    set_torch_function_state,
     torch_function_disabled,
-    torch_function_enabled,
     torch_function_on,
-    without_modes,
 )
 
 names: ContextVar[tuple[str, ...]] = ContextVar("names", default=())
@@ -36,7 +39,7 @@ _flash, _mem_efficient, _math, _cudnn = (
     getattr(torch._C, f"_get_{name}_sdp_enabled") for name in _ATTENTION
 )
 _priority = torch._C._get_sdp_priority_order
-_set_priority = torch._C._set_sdp_priority_order
+set_priority = torch._C._set_sdp_priority_order
 _allow = tuple(getattr(torch._C, f"_set_sdp_use_{name}") for name in _ATTENTION)
 _default_dtype = torch.get_default_dtype
 
@@ -52,7 +55,7 @@ def take() -> Ambient:
         torch_function_on(),
         names.get(),
         _order() if cuda_in_use() else None,
-        _casts() if any_autocast() else None,
+        casts() if any_autocast() else None,
         torch.get_default_device() if function_modes() else None,
     )
 
@@ -70,15 +73,14 @@ def _settle_order() -> None:
     That may be the one in the region: its replay would go by the order from before.
     """
     allowed = _flash(), _mem_efficient(), _math(), _cudnn()
-    with without_modes(), torch_function_disabled():
+    with below_modes(), torch_function_disabled():
         try:
             for allow in _allow:
                 allow(True)
             q = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
             torch._fused_sdp_choice(q, q, q)
         finally:
-            for allow, before in zip(_allow, allowed, strict=True):
-                allow(before)
+            tuple(map(operator.call, _allow, allowed))
 
 
 def has_autocast(then: Ambient) -> bool:
@@ -86,7 +88,7 @@ def has_autocast(then: Ambient) -> bool:
     return then[-2] is not None
 
 
-def _casts() -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
+def casts() -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
     """Device type, on or off, dtype, and whether casts are cached; for every type there is."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
@@ -97,32 +99,39 @@ def _casts() -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
     )
 
 
-@contextmanager
-def entered(then: Ambient) -> Iterator[None]:
-    """Run as in `then`, and put back what is now, whatever happens."""
+def enter(then: Ambient) -> None:
+    """Have everything as in `then`; a `Surroundings` taken before puts back what is now."""
     dtype, *attention, torch_function, named, priority, casts, device = then
     (dtype_now, *attention_now, torch_function_now, _, priority_now, casts_now, device_now) = take()
-    with ExitStack() as stack:
-        stack.callback(names.reset, names.set(named))
-        if dtype_now != dtype:
-            torch.set_default_dtype(dtype)
-            stack.callback(torch.set_default_dtype, dtype_now)
-        for allow, before, after in zip(_allow, attention, attention_now, strict=True):
-            if before != after:
-                allow(before)
-                stack.callback(allow, after)
-        if torch_function and not torch_function_now:
-            stack.enter_context(torch_function_enabled())
-        if priority is not None and priority_now != priority:
-            _set_priority(list(priority))
-            stack.callback(_set_priority, list(priority_now))
-        if device_now != device:
-            stack.enter_context(device or torch.device("cpu"))
-        for kind, enabled, cast_dtype, cache in casts or _all_off(casts_now or ()):
-            stack.enter_context(
-                torch.autocast(kind, enabled=enabled, dtype=cast_dtype, cache_enabled=cache)
-            )
-        yield
+    names.set(named)
+    if dtype_now != dtype:
+        torch.set_default_dtype(dtype)
+    allow_attention(attention, attention_now)
+    if torch_function and not torch_function_now:
+        set_torch_function_state(TORCH_FUNCTION_ON)
+    if priority is not None and priority_now != priority:
+        set_priority(list(priority))
+    if device_now != device:
+        (device or torch.device("cpu")).__enter__()
+    casts = casts or tuple(_all_off(casts_now or ()))
+    if casts:
+        set_autocast_level(autocast_level() + 1)
+        set_casts(casts)
+
+
+def allow_attention(wanted: Sequence[bool], now: Sequence[bool]) -> None:
+    """Allow these of the four kinds of attention kernels, and no others."""
+    for allow, before, after in zip(_allow, wanted, now, strict=True):
+        if before != after:
+            allow(before)
+
+
+def set_casts(casts: Iterable[tuple[str, bool, torch.dtype, bool]]) -> None:
+    """Have autocast as `casts` told."""
+    for kind, enabled, dtype, is_cached in casts:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(is_cached)
 
 
 def _all_off(casts: tuple[tuple[str, bool, torch.dtype, bool], ...]) -> Iterator[tuple[Any, ...]]:

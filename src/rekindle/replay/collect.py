@@ -23,6 +23,8 @@ and what follows it. On a device the host's time counts for more than a small op
 stops only if the op that saves last has a millisecond's fraction of work to do, and else runs on.
 """
 
+import functools
+import operator
 import sys
 from collections.abc import Callable, Generator, Sequence
 from types import CodeType
@@ -212,8 +214,9 @@ def is_worth_stopping(shapes: Sequence[torch.Size]) -> bool:
 def _stop(found: Collected) -> NoReturn:
     """End the replay; what its code still runs on the way out is nobody's."""
     found.stopped = True
-    pop_hooks()
-    push_hooks(Tensor.detach, _same)
+    let_pass = functools.partial(Tensor.detach)
+    swap: tuple[Callable[[], None], ...] = pop_hooks, functools.partial(push_hooks, let_pass, _same)
+    tuple(map(operator.call, swap))  # Note [In one call]
     raise Stop
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rekindle.internals import without_modes
+from rekindle.internals import past_modes, without_grad
 from rekindle.replay import mismatch
 from rekindle.replay.sites import RawSite
 from rekindle.replay.trace import describe
@@ -47,9 +47,12 @@ class Drift:
     how_much: str
 
 
-@torch.no_grad()
 def take(x: Tensor) -> Fingerprint | None:
     """The fingerprint of a dense tensor; None for what has no plain memory (sparse, subclasses)."""
+    return without_grad(_take, x)
+
+
+def _take(x: Tensor) -> Fingerprint | None:
     if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.is_meta:
         return None
     real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
@@ -96,14 +99,16 @@ class _Recorder:
             return
         if x.dtype == torch.uint64 and x.dim() == 0:  # flash attention saves one it never writes
             return
-        with without_modes():
-            self._pending.append((position, x.detach()))
+        self._pending.append((position, past_modes(x.detach)))
 
     def close(self) -> None:
-        with without_modes():
-            for position, x in self._pending:
-                self.taken[position] = take(x)
+        if self._pending:
+            self.taken.update(past_modes(_taken, self._pending))
         self._pending.clear()
+
+
+def _taken(pending: "list[tuple[int, Tensor]]") -> "list[tuple[int, Fingerprint | None]]":
+    return [(position, take(x)) for position, x in pending]
 
 
 class Fingerprints:

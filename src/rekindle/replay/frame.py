@@ -23,7 +23,7 @@ alone, in forward and in replay.
 import sys
 from _thread import RLock
 from collections.abc import Callable
-from contextlib import ContextDecorator, ExitStack, suppress
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -44,11 +44,12 @@ from rekindle.internals import (
     graph_task_id,
     keep_graph,
     old_vmap_level,
-    outside_func_transforms,
-    outside_old_vmap,
+    outside_inference_mode,
     pop_hooks,
+    pop_hooks_to,
     push_hooks,
     runs_whole_graph,
+    set_dispatch_state,
     set_grad_enabled,
     top_hooks,
 )
@@ -69,10 +70,12 @@ from rekindle.replay.options import Options
 from rekindle.replay.reach import reached_from
 from rekindle.replay.sites import RawSite, library, with_user_code
 from rekindle.replay.slots import Slot, filled, read_value, unpack
+from rekindle.replay.surroundings import Surroundings
 from rekindle.replay.switches import recomputing
 from rekindle.replay.trace import OpTrace
 
 _getframe = sys._getframe
+_NOTHING = nullcontext()
 
 
 class Frame:
@@ -140,8 +143,8 @@ class Frame:
                 self.trace = OpTrace()
 
     def __enter__(self) -> None:
-        push_hooks(self._pack, unpack)
         self.running = True
+        push_hooks(self._pack, unpack)
         if observation.active and not recomputing.get():
             self.watch = observation.Watch(self.function)
             self.watch.ran(self.inputs.tensors(), held=not self.hooked)
@@ -174,6 +177,12 @@ class Frame:
                 self.values.close()
             if self.rng is not None and not self.had_cuda and cuda_in_use():
                 self.rng = random_state.with_first_use(self.rng)
+
+    def abandon(self, hooks: Any, modes: Any) -> None:
+        """The forward failed: have the hooks and dispatch modes that were there before it."""
+        self.running = False
+        pop_hooks_to(hooks)
+        set_dispatch_state(modes)
 
     def _pack(self, x: Tensor) -> Slot:
         if entered_mode(PROXY) is not self.tracer:
@@ -301,68 +310,86 @@ class Frame:
         if changed is not None:
             raise mismatch.argument_changed(self, changed)
         hook = self._hook(found)
-        grad = grad_enabled()
-        token = recomputing.set(True)
-        now = None if self.rng is None else random_state.swap(self.rng)
+        before = self._before()
         try:
-            set_grad_enabled(True)
-            around = self._around()
-            if around is None:
-                args, kwargs = self.inputs.again()
-                push_hooks(hook, found.saved)
-                try:
-                    self.function(*args, **kwargs)
-                finally:
-                    pop_hooks()
-            else:
-                with around:
+            try:
+                recomputing.set(True)
+                if self.rng is not None:
+                    random_state.restore(self.rng)
+                set_grad_enabled(True)
+                if before.around is None:
                     args, kwargs = self.inputs.again()
-                    if observation.active:
-                        watch = observation.Watch(self.function)
-                        around.enter_context(watch.replay(lambda: found.detached))
                     push_hooks(hook, found.saved)
-                    around.callback(pop_hooks)
-                    if self.contexts is not None:
-                        around.enter_context(_reusable(self.contexts[1]))
-                    if self.trace is not None:
-                        around.enter_context(self.trace.replay())
                     self.function(*args, **kwargs)
-        except Stop:
-            pass
-        except Exception:  # the region swallowed the stop, and fell over something of its own
-            if not found.stopped:
-                raise
-        finally:
-            self.inputs.take_off_hooks()
-            recomputing.reset(token)
-            set_grad_enabled(grad)
-            if now is not None:
-                random_state.restore(now)
+                else:
+                    self._enter(before)
+                    with (
+                        outside_inference_mode(),
+                        self._counted(found),
+                    ):
+                        set_grad_enabled(True)
+                        args, kwargs = self.inputs.again()
+                        push_hooks(hook, found.saved)
+                        with (
+                            _NOTHING if self.contexts is None else _reusable(self.contexts[1]),
+                            _NOTHING if self.trace is None else self.trace.replay(),
+                        ):
+                            self.function(*args, **kwargs)
+            except Stop:
+                pass
+            except Exception:  # the region swallowed the stop, and fell over something of its own
+                if not found.stopped:
+                    raise
+            self._put_back(before)
+        except BaseException:  # Note [Put back as often as asked]
+            self._put_back(before)
+            raise
 
-    def _around(self) -> ExitStack | None:
-        """What a replay is to run in; None if everything is as in forward and nobody looks on."""
+    def _before(self) -> "_Before":
+        """What is around the replay now. Nothing is changed yet."""
         modules = self.modules
         moved = modules is not None and not modules.is_as_before()
         same = self.ambient == ambient.take() and not ambient.has_autocast(self.ambient)
-        inference, transform = torch.is_inference_mode_enabled(), func_transform()
-        batched = old_vmap_level()
+        elsewhere = torch.is_inference_mode_enabled() or func_transform() or old_vmap_level()
         looked_at = self.contexts or self.trace or observation.active
-        if same and not (moved or looked_at or inference or transform or batched):
-            return None
-        with ExitStack() as stack:
-            if transform is not None:  # a batched backward runs under vmap; its forward did not
-                stack.enter_context(outside_func_transforms())
-            if batched:
-                stack.enter_context(outside_old_vmap(batched))
-            if inference:
-                stack.enter_context(torch.inference_mode(mode=False))
-                stack.enter_context(torch.enable_grad())
-            if modules is not None and moved:
-                stack.enter_context(modules.as_before())
-            if not same:
-                stack.enter_context(ambient.entered(self.ambient))
-            return stack.pop_all()
-        raise AssertionError("no context of ours swallows an error")
+        is_usual = same and not (moved or looked_at or elsewhere)
+        return _Before(
+            top_hooks(False),
+            recomputing.get(),
+            grad_enabled(),
+            None if self.rng is None else random_state.now(self.rng),
+            None if is_usual else Surroundings(),
+            modules.now() if modules is not None and moved else None,
+            same,
+        )
+
+    def _enter(self, before: "_Before") -> None:
+        """Have everything as in forward."""
+        assert before.around is not None, "else everything is"
+        before.around.leave_transforms()
+        if self.modules is not None and before.modules is not None:
+            self.modules.enter()
+        if not before.is_same:
+            ambient.enter(self.ambient)
+
+    def _put_back(self, before: "_Before") -> None:
+        """Have everything as it was before the replay, as far as it is not."""
+        self.inputs.take_off_hooks()
+        pop_hooks_to(before.hooks)
+        if self.modules is not None and before.modules is not None:
+            self.modules.put_back(before.modules)
+        if before.around is not None:
+            before.around.put_back()
+        recomputing.set(before.recomputing)
+        set_grad_enabled(before.grad)
+        if before.rng is not None:
+            random_state.restore(before.rng)
+
+    def _counted(self, found: Collected) -> "AbstractContextManager[Any]":
+        """Counts what the replay runs, for those who observe."""
+        if not observation.active:
+            return _NOTHING
+        return observation.Watch(self.function).replay(lambda: found.detached)
 
     def _distribute(self, found: Collected) -> None:
         """Put what a replay saved into the slots, checked against what the forward saved."""
@@ -422,6 +449,21 @@ class Frame:
             return mismatch.different(self, position, seen, again)
         finally:
             again.tensors.clear()
+
+
+class _Before(NamedTuple):
+    """What is around a replay, to be put back after it."""
+
+    hooks: Any
+    recomputing: bool
+    grad: bool
+    rng: random_state.RngState | None
+    around: Surroundings | None
+    """All that may be changed; None if everything is as in forward, and nobody looks on."""
+    modules: Any
+    """What the modules are like, if they are not as in forward."""
+    is_same: bool
+    """Whether the ambient state is that of the forward."""
 
 
 class _TooHastyError(Exception):

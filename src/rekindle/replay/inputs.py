@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES
 
-from rekindle.internals import version_of
+from rekindle.internals import grad_enabled, set_grad_enabled, version_of
 from rekindle.replay.generators import PLAIN
 
 _Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -159,8 +159,12 @@ class _Packed:
 
     def __init__(self, tensor: Tensor, hooks: _Hooks) -> None:
         self._unpack = hooks[1]
-        with torch.no_grad():
+        grad = grad_enabled()
+        try:
+            set_grad_enabled(False)
             self._held = hooks[0](tensor)
+        finally:
+            set_grad_enabled(grad)
 
     def get(self) -> Tensor:
         return self._unpack(self._held)

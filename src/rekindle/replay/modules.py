@@ -17,10 +17,9 @@ place is an argument of the region like any other: it is held, and put there aga
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rekindle.internals import capturing, dispatch_modes, version_of, without_modes
+from rekindle.internals import capturing, dispatch_modes, past_modes, version_of
 
 _SMALL = 1 << 16
 _ENOUGH = 8
@@ -96,27 +95,44 @@ class ModuleState:
             module.training for module in self._modules
         ]
 
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Everything as the forward found it; after, as it is now."""
-        modes = [module.training for module in self._modules]
-        changing = self._before or self._watched  # the latter for a replay while the forward runs
-        buffers = [(watched.module, dict(watched.module._buffers)) for watched in changing]
-        parameters = [(module, dict(module._parameters)) for module, _ in self._lent]
+    def now(self) -> "_Now":
+        """Everything as it is now, to be put back after a replay."""
+        return _Now(
+            [module.training for module in self._modules],
+            [(watched.module, dict(watched.module._buffers)) for watched in self._changing()],
+            [(module, dict(module._parameters)) for module, _ in self._lent],
+        )
+
+    def enter(self) -> None:
+        """Have everything as the forward found it."""
         copies: dict[int, Tensor] = {}  # modules may share a buffer
-        try:
-            _set_modes(self._modules, self._training)
-            for watched in changing:
-                _replace(watched.module._buffers, watched.stand_ins(copies))
-            for module, lent in self._lent:
-                _replace(module._parameters, lent)
-            yield
-        finally:
-            _set_modes(self._modules, modes)
-            for module, now in buffers:
-                _replace(module._buffers, now)
-            for module, own in parameters:
-                _replace(module._parameters, own)
+        _set_modes(self._modes_and(self._training))
+        for watched in self._changing():
+            _replace(watched.module._buffers, watched.stand_ins(copies))
+        for module, lent in self._lent:
+            _replace(module._parameters, lent)
+
+    def put_back(self, now: "_Now") -> None:
+        """Have everything as it was before `enter`, however far that has come."""
+        _set_modes(self._modes_and(now.modes))
+        for module, buffers in now.buffers:
+            _replace(module._buffers, buffers)
+        for module, parameters in now.parameters:
+            _replace(module._parameters, parameters)
+
+    def _changing(self) -> "list[_Watched]":
+        return self._before or self._watched  # the latter for a replay while the forward runs
+
+    def _modes_and(self, modes: list[bool]) -> Iterable[tuple[nn.Module, bool]]:
+        return zip(self._modules, modes, strict=True)
+
+
+class _Now(NamedTuple):
+    """What a replay changes of modules, as it was before."""
+
+    modes: list[bool]
+    buffers: list[tuple[nn.Module, dict[str, Any]]]
+    parameters: list[tuple[nn.Module, dict[str, Any]]]
 
 
 def _use_of(function: Any) -> Any:
@@ -147,8 +163,8 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
-    for module, training in zip(modules, modes, strict=True):
+def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
         if module.training is not training:
             module.training = training
 
@@ -215,12 +231,14 @@ class _Watched:
             return True
         if self._is_fake():  # then there is no content, and nothing to be learnt
             return False
-        with without_modes():
-            return not all(
-                torch.equal(copy.detach(), buffer.detach())
-                for name, copy in self._copies.items()
-                if (buffer := self._buffers[name]) is not None
-            )
+        return not past_modes(self._equals_copies)
+
+    def _equals_copies(self) -> bool:
+        return all(
+            torch.equal(copy.detach(), buffer.detach())
+            for name, copy in self._copies.items()
+            if (buffer := self._buffers[name]) is not None
+        )
 
     def _is_fake(self) -> bool:
         return any(isinstance(buffer, FakeTensor) for buffer in self._buffers.values())
@@ -258,5 +276,4 @@ def copy_of(buffer: Tensor) -> Tensor:
     """A copy with no graph behind it, that wants a gradient if the original does."""
     if not (buffer.requires_grad or dispatch_modes()):
         return buffer.clone()
-    with without_modes():
-        return buffer.detach().clone().requires_grad_(buffer.requires_grad)
+    return past_modes(lambda: buffer.detach().clone().requires_grad_(buffer.requires_grad))

@@ -6,7 +6,7 @@ cannot know: gradients with respect to chosen inputs, tensors inside containers,
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from rekindle import observation
 from rekindle.errors import RekindleError
-from rekindle.internals import cuda_in_use, runs_whole_graph
+from rekindle.internals import cuda_in_use, runs_whole_graph, set_grad_enabled, without_grad
 from rekindle.replay import ambient, rng
 from rekindle.replay.generators import DrawWatch
 from rekindle.replay.modules import ModuleState
 from rekindle.replay.reach import reached_from
+from rekindle.replay.surroundings import Surroundings
 from rekindle.replay.switches import recomputing
 
 
@@ -65,8 +66,8 @@ class CheckpointFunction(torch.autograd.Function):
         if observation.active and not recomputing.get():
             observation.Watch(run_function).ran(tensors)
         try:
-            with torch.no_grad(), nullcontext() if saw_all else DrawWatch(ctx):
-                return run_function(*args)
+            with nullcontext() if saw_all else DrawWatch(ctx):
+                return without_grad(run_function, *args)
         finally:
             ctx.modules.close()
             if ctx.rng is not None and not ctx.had_cuda and cuda_in_use():
@@ -99,17 +100,27 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def _run_again(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    token = recomputing.set(True)
+    before, modules = Surroundings(), ctx.modules.now()
+    random_now = None if ctx.rng is None else rng.now(ctx.rng)
+
+    def put_back() -> None:
+        ctx.modules.put_back(modules)
+        before.put_back()
+        if random_now is not None:
+            rng.restore(random_now)
+
     try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            if ctx.rng is not None:
-                stack.callback(rng.restore, rng.swap(ctx.rng))
-            stack.enter_context(ctx.modules.as_before())
-            stack.enter_context(ambient.entered(ctx.ambient))
-            if observation.active:
-                stack.enter_context(observation.Watch(ctx.run_function).replay())
+        recomputing.set(True)
+        set_grad_enabled(True)
+        if ctx.rng is not None:
+            rng.restore(ctx.rng)
+        ctx.modules.enter()
+        ambient.enter(ctx.ambient)
+        watched = observation.Watch(ctx.run_function).replay if observation.active else nullcontext
+        with watched():
             outputs = ctx.run_function(*inputs)
-    finally:
-        recomputing.reset(token)
+        put_back()
+    except BaseException:  # Note [Put back as often as asked]
+        put_back()
+        raise
     return outputs if isinstance(outputs, tuple) else (outputs,)

@@ -39,12 +39,10 @@ def take(devices: Collection[torch.device], own: Sequence[torch.Generator] = ())
     return _cpu_state(), tuple([(g, g.get_state()) for g in generators.values()])
 
 
-def swap(then: RngState) -> RngState:
-    """Put every generator back to where it was, and return where they are now."""
+def now(then: RngState) -> RngState:
+    """The state now of the generators whose state was taken then."""
     others = then[1]
-    now = _cpu_state(), tuple([(g, g.get_state()) for g, _ in others]) if others else ()
-    restore(then)
-    return now
+    return _cpu_state(), tuple([(g, g.get_state()) for g, _ in others]) if others else ()
 
 
 def restore(then: RngState) -> None:

@@ -31,8 +31,8 @@ def debug() -> bool | None:
 @contextmanager
 def _set(name: str, value: Any) -> Iterator[None]:
     before = getattr(torch_module, name)
-    setattr(torch_module, name, value)
     try:
+        setattr(torch_module, name, value)
         yield
     finally:
         setattr(torch_module, name, before)

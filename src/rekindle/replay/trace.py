@@ -1,7 +1,5 @@
 """Debug: the ops of a forward and of its replay, and where the two part."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,16 +38,14 @@ class OpTrace:
         self.ran: list[Op] = []
         self.replayed: list[Op] = []
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        with _Recorder(self.ran):
-            yield
+    def forward(self) -> "_Recorder":
+        """Entered around the forward."""
+        return _Recorder(self.ran)
 
-    @contextmanager
-    def replay(self) -> Iterator[None]:
+    def replay(self) -> "_Recorder":
+        """Entered around the replay."""
         self.replayed.clear()
-        with _Recorder(self.replayed):
-            yield
+        return _Recorder(self.replayed)
 
 
 def format_diff(trace: OpTrace) -> str:

@@ -23,10 +23,8 @@ def take() -> Switches:
     return tuple([get() for get in _GETTERS])
 
 
-def swap(then: Switches) -> Switches:
-    """Set the switches, and return what they were."""
-    now = take()
-    for (_, change), before, after in zip(_PAIRS, now, then, strict=True):
-        if before != after:
-            change(after)
-    return now
+def put(then: Switches) -> None:
+    """Set the switches to what they were then."""
+    for (_, change), now, wanted in zip(_PAIRS, take(), then, strict=True):
+        if now != wanted:
+            change(wanted)

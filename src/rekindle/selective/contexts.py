@@ -10,7 +10,6 @@ from collections import defaultdict
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rekindle.compiled import tags, where
 from rekindle.compiled.handover import SAC_IGNORED_OPS, TORCHS_MODES, torch_selective_contexts
 from rekindle.errors import CheckpointError
-from rekindle.internals import detached, is_traced, version_of
+from rekindle.internals import detached, is_traced, version_of, without_grad
 from rekindle.selective.fates import AS_PLANNED, FOR_TORCH, Fate, fate_of
 from rekindle.selective.where import SelectiveCheckpointContext
 
@@ -192,8 +191,7 @@ class CachedMode(_SelectiveMode):
                 f"{list(kept.tensor.shape)}, was changed in place since. Change a clone of it, or "
                 "pass allow_cache_entry_mutation=True if the replay may see the change."
             )
-        with torch.no_grad():
-            return kept.tensor.detach()
+        return without_grad(kept.tensor.detach)
 
 
 _OURS = (CachingMode, CachedMode)

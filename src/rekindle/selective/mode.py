@@ -1,7 +1,6 @@
 """Records a region's forward, op by op, and asks the policy what becomes of each result."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from threading import local
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -64,23 +63,23 @@ class _Running(local):
 _running = _Running()
 
 
-@contextmanager
-def _blind() -> Iterator[None]:
-    """What runs inside is the engine's doing."""
-    was, _running.is_blind = _running.is_blind, True
+def _blindly(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function; what it runs is the engine's doing."""
+    running = _running
+    was = running.is_blind
+    running.is_blind = True
     try:
-        yield
+        return function(*args)
     finally:
-        _running.is_blind = was
+        running.is_blind = was
 
 
-@contextmanager
-def _saving(enable: bool) -> Iterator[None]:
-    """What is held inside is what autograd saves just now, or is not."""
+def _saving(enable: bool, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function blindly; what it holds is what autograd saves just now, or is not."""
     was = _running.is_saving
     try:
         _running.is_saving = enable
-        yield
+        return _blindly(function, *args)
     finally:
         _running.is_saving = was
 
@@ -118,6 +117,7 @@ class RecordMode(TorchDispatchMode):
         self._fake = entered_mode(FAKE)
         self._tracer = entered_mode(PROXY)
         self._tiers: set[Fate] = set()
+        self._was_blind = _running.is_blind
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -135,14 +135,20 @@ class RecordMode(TorchDispatchMode):
         _running.modes.remove(self)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
+    def abandon(self) -> None:
+        """It is not entered any more, however far its beginning or its end has come."""
+        running = _running
+        if self in running.modes:
+            running.modes.remove(self)
+        running.is_blind = self._was_blind
+
     def is_inside_a_trace(self) -> bool:
         """Whether an op of the region runs others to make a graph: they are not the region's."""
         return entered_mode(FAKE) is not self._fake or entered_mode(PROXY) is not self._tracer
 
     def settle(self) -> None:
         """What the last op made is held from now on, if it is to be."""
-        with _blind():
-            self.book.settle()
+        _blindly(self.book.settle)
 
     def know(self, tensor: Tensor, value: Value) -> None:
         """A backward inside the region was given this tensor for a value."""
@@ -156,11 +162,10 @@ class RecordMode(TorchDispatchMode):
         is_saved = _running.is_saving or not _running.is_blind
         value = book.find(tensor)
         if value is None or (value.held is None and self._shows_what_is_held(value)):
-            with _blind(), _saving(is_saved):
-                if value is None:
-                    value = book.value_of(tensor)
-                else:
-                    book.hold(tensor, value, None)  # which costs no memory
+            if value is None:
+                value = _saving(is_saved, book.value_of, tensor)
+            else:
+                _saving(is_saved, book.hold, tensor, value, None)  # which costs no memory
         elif is_saved:
             note_just_saved(value)
         if is_saved:
@@ -195,8 +200,7 @@ class RecordMode(TorchDispatchMode):
     def close(self, failed: bool) -> None:
         """The forward is over."""
         try:
-            with _blind():
-                self.book.close(failed)
+            _blindly(self.book.close, failed)
         finally:
             pause(self._tiers, failed)
         if self._addresses is not None and not failed:
@@ -242,7 +246,7 @@ class RecordMode(TorchDispatchMode):
         else:
             return self._run_loose(func, kind, args, kwargs or {})
         running = _running
-        running.is_blind = True  # not `with _blind()`: this is the hot path
+        running.is_blind = True  # not `_blindly`: this is the hot path
         try:
             self._record(op, out, args, kwargs or {}, rng)
         finally:
@@ -299,16 +303,14 @@ class RecordMode(TorchDispatchMode):
             changed = _changed(func, args, kwargs)
         elif kind is Kind.OPAQUE:
             changed = [x for x in tensors_of([*args, *kwargs.values()]) if not x.requires_grad]
-        with _blind():
-            keys = book.will_change(changed)
+        keys = _blindly(book.will_change, changed)
         book.just_saved.clear()
         out = func(*args, **kwargs)
-        with _blind():
-            if changed:
-                book.has_changed(changed, keys)
-            if kind is not Kind.CHANGES:
-                for tensor in tensors_of(out):
-                    book.hold(tensor, Value(None), func)
+        if changed:
+            _blindly(book.has_changed, changed, keys)
+        if kind is not Kind.CHANGES:
+            for tensor in tensors_of(out):
+                _blindly(book.hold, tensor, Value(None), func)
         return out
 
     def _fate_at_address(self, name: str, given: tuple[Any, ...]) -> Fate:

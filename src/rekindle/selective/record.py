@@ -13,7 +13,6 @@ the results of ops that change a buffer, which must not change it twice.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -27,16 +26,17 @@ from rekindle.internals import (
     func_transform,
     grad_enabled,
     old_vmap_level,
-    outside_func_transforms,
-    outside_old_vmap,
+    outside_inference_mode,
     set_grad_enabled,
     version_of,
     with_versions,
+    without_grad,
 )
 from rekindle.offload.activation import Kept, Saved
 from rekindle.replay import rng as random_state
 from rekindle.replay import slots
 from rekindle.replay.collect import Collected
+from rekindle.replay.surroundings import Surroundings
 from rekindle.selective import backends
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ class Held:
             self._packed: Any = tensor if is_parameter else detached(tensor)
             self._unpack: Callable[[Any], Tensor] | None = None
         else:
-            with torch.no_grad():
-                self._packed = with_versions(hooks[0], tensor)
+            self._packed = without_grad(with_versions, hooks[0], tensor)
             self._unpack = hooks[1]
             if isinstance(self._packed, Tensor):
                 self.version = version_of(self._packed)
@@ -184,8 +183,8 @@ class Value:
             tensor = self.held.get()
             if not self.held.is_elsewhere:
                 return tensor
-            self.now = tensor
             made.append(self)
+            self.now = tensor
         return self.now
 
 
@@ -230,11 +229,16 @@ class Call:
         from, and that goes as soon as nothing else needs it.
         """
         given = self._given(made)  # for which a region around this one may be replayed
-        if is_usual:
-            self._run(*given, made, for_good)
-        else:
-            with _as_recorded():
-                self._run(*given, made, for_good)
+        out = self._out(*given) if is_usual else _as_recorded(self._out, *given)
+        tensors = (out,) if isinstance(out, Tensor) else tensors_of(out)
+        for weak, tensor in zip(self.outs, tensors, strict=True):
+            value = weak()
+            if value is not None and value.held is None:
+                if not for_good:
+                    made.append(value)
+                value.now = tensor
+                if for_good:
+                    value.maker = None
 
     def _given(self, made: list[Value]) -> tuple[list[Any], dict[str, Any]]:
         """What the op is to be run on; what had to be brought back is noted."""
@@ -243,37 +247,44 @@ class Call:
             return args, self.kwargs
         return args, {key: _given(arg, made) for key, arg in self.kwargs.items()}
 
-    def _run(
-        self, args: list[Any], kwargs: dict[str, Any], made: list[Value], for_good: bool
-    ) -> None:
-        rng = None if self.rng is None else random_state.swap(self.rng)
-        switches = None if self.switches is None else backends.swap(self.switches)
-        dtype = _default_dtype()
-        if dtype is not self.dtype:
-            torch.set_default_dtype(self.dtype)
-        grad = grad_enabled()
-        if self.needs_grad and grad is not self.grad:
-            set_grad_enabled(self.grad)
-        try:
-            out = self.func(*args, **kwargs)
-        finally:
-            if self.needs_grad and grad is not self.grad:
+    def _out(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """What the op makes, run as it was."""
+        rng = None if self.rng is None else random_state.now(self.rng)
+        switches = None if self.switches is None else backends.take()
+        dtype, grad = _default_dtype(), grad_enabled()
+        if (
+            dtype is self.dtype
+            and rng is None
+            and not self.needs_grad
+            and switches == self.switches
+        ):
+            return self.func(*args, **kwargs)
+
+        def put_back() -> None:
+            if self.needs_grad:
                 set_grad_enabled(grad)
             if dtype is not self.dtype:
                 torch.set_default_dtype(dtype)
             if switches is not None:
-                backends.swap(switches)
+                backends.put(switches)
             if rng is not None:
                 random_state.restore(rng)
-        tensors = (out,) if isinstance(out, Tensor) else tensors_of(out)
-        for weak, tensor in zip(self.outs, tensors, strict=True):
-            value = weak()
-            if value is not None and value.held is None:
-                value.now = tensor
-                if for_good:
-                    value.maker = None
-                else:
-                    made.append(value)
+
+        try:
+            if self.rng is not None:
+                random_state.restore(self.rng)
+            if self.switches is not None:
+                backends.put(self.switches)
+            if dtype is not self.dtype:
+                torch.set_default_dtype(self.dtype)
+            if self.needs_grad:
+                set_grad_enabled(self.grad)
+            out = self.func(*args, **kwargs)
+            put_back()
+        except BaseException:  # Note [Put back as often as asked]
+            put_back()
+            raise
+        return out
 
 
 def _given(arg: Any, made: list[Value]) -> Any:
@@ -398,20 +409,18 @@ def _needed(wanted: Value) -> list[Call]:
     return list(order)[::-1]
 
 
-def _as_recorded() -> ExitStack:
-    """Where ops are run as they were recorded: after autocast, autograd and transforms."""
-    with ExitStack() as stack:
-        stack.enter_context(below_autograd())
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(mode=False))
-        if any_autocast():  # what was to be cast was cast then
-            for kind in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-        if func_transform() is not None:  # a batched backward runs under vmap
-            stack.enter_context(outside_func_transforms())
-        level = old_vmap_level()
-        if level:
-            stack.enter_context(outside_old_vmap(level))
-        return stack.pop_all()
-    raise AssertionError("no context of ours swallows an error")
+def _as_recorded(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function where ops run as they were recorded: after autocast, autograd, transforms."""
+    before = Surroundings()
+    try:
+        with below_autograd(), outside_inference_mode():
+            if any_autocast():  # what was to be cast was cast then
+                for kind in ("cpu", "cuda"):
+                    torch.set_autocast_enabled(kind, False)
+            before.leave_transforms()
+            out = function(*args)
+            before.put_back()
+    except BaseException:  # Note [Put back as often as asked]
+        before.put_back()
+        raise
+    return out

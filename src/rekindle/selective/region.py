@@ -13,14 +13,17 @@ from rekindle.attachment import tell
 from rekindle.emptying import empty_when_backward_ends, empty_when_group_dies
 from rekindle.errors import CheckpointError
 from rekindle.internals import (
+    dispatch_state,
     exec_group,
     graph_task_id,
     keep_graph,
+    past_modes,
     pop_hooks,
+    pop_hooks_to,
     push_hooks,
     runs_whole_graph,
+    set_dispatch_state,
     top_hooks,
-    without_modes,
 )
 from rekindle.offload.activation import Kept
 from rekindle.replay import fingerprint
@@ -66,6 +69,12 @@ class Region:
             self._mode.close(failed=error[0] is not None)
             self._report(held)
 
+    def abandon(self, hooks: Any, modes: Any) -> None:
+        """The forward failed: have the hooks and dispatch modes that were there before it."""
+        pop_hooks_to(hooks)
+        set_dispatch_state(modes)
+        self._mode.abandon()
+
     def _report(self, held: list["ref[Value]"]) -> None:
         """Count what is held now that nothing keeps values alive but what backward needs."""
         if self._watch is None:
@@ -95,8 +104,7 @@ class Region:
             if footprint is not None:
                 self._saved.append((ref(value), footprint))
         if self._checks_values and value.held is None:
-            with without_modes():
-                slot.before = fingerprint.take(x)
+            slot.before = past_modes(fingerprint.take, x)
         return slot
 
     def note_just_saved(self, value: Value) -> None:
@@ -109,8 +117,7 @@ class Region:
             return self._get(value)
         # A backward inside a region: what is done for it is not the region's doing.
         self._mode.settle()
-        with without_modes():
-            tensor = self._get(value)
+        tensor = past_modes(self._get, value)
         self._mode.know(tensor, value)
         return tensor
 
@@ -119,12 +126,17 @@ class Region:
             if value.now is not None:
                 return value.now
             made: list[Value] = []
-            tensor = value.tensor(made)
-            if tensor is None:
-                tensor = self._make(value, made)
-            if made:
-                self._made += map(ref, made)
-                self._empty_in_time()
+            try:
+                tensor = value.tensor(made)
+                if tensor is None:
+                    tensor = self._make(value, made)
+                if made:
+                    self._made += map(ref, made)
+                    self._empty_in_time()
+            except BaseException:
+                for value in made:
+                    value.now = None
+                raise
             return tensor
 
     def _make(self, value: Value, made: list[Value]) -> Tensor:
@@ -151,11 +163,11 @@ class Region:
         if task == -1:
             self.empty()
         elif self._emptied_after != _occasion(task, group):
-            self._emptied_after = _occasion(task, group)
             if group is None:
                 empty_when_backward_ends(self)
             else:
                 empty_when_group_dies(group, self)
+            self._emptied_after = _occasion(task, group)
 
     def empty(self) -> None:
         """A backward has ended: let go of what was made for it."""
@@ -215,5 +227,11 @@ def run(policy: "Policy", function: Callable[..., Any], *args: Any, **kwargs: An
     """Run a region under a policy."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    with Region(policy, function):
-        return function(*args, **kwargs)
+    hooks, modes = top_hooks(False), dispatch_state()
+    region = Region(policy, function)
+    try:
+        with region:
+            return function(*args, **kwargs)
+    except BaseException:  # Note [Put back as often as asked]
+        region.abandon(hooks, modes)
+        raise

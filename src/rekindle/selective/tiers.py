@@ -23,8 +23,18 @@ def _options(fate: Fate) -> Options:
     return replace(options, hurries=fate not in AS_PLANNED.values())
 
 
+_held: dict[Fate, Engine] = {}
+"""The engines of fates that were in use: held here, since a policy is a value and no owner."""
+
+
 def _engine(fate: Fate) -> Engine:
-    return engine_of(_options(fate))
+    engine = _held[fate] = engine_of(_options(fate))
+    return engine
+
+
+def _planned() -> list[Engine]:
+    """The engines that plans have used in this process, or in the one it was forked from."""
+    return [engine for engine in map(_held.get, AS_PLANNED.values()) if engine is not None]
 
 
 def hooks_of(fate: Fate) -> Hooks:
@@ -38,16 +48,16 @@ def take(fate: Fate, x: Tensor) -> Saved | Kept:
     return saved
 
 
-def trim_planned() -> None:
-    """Give back what plans have set aside and nothing uses."""
-    for fate in AS_PLANNED.values():
-        _engine(fate).trim()
+def trim_fates() -> None:
+    """Give back what policies and plans have set aside and nothing uses."""
+    for engine in list(_held.values()):
+        engine.trim()
 
 
 def begin_backward() -> None:
     """The backward of a model that runs by a plan begins: what is leaving is seen out first."""
-    for fate in AS_PLANNED.values():
-        _engine(fate).begin_backward()
+    for engine in _planned():
+        engine.begin_backward()
 
 
 def pause(fates: Iterable[Fate], failed: bool) -> None:

@@ -194,10 +194,11 @@ def inside(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def named(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return traced.named_call(function, name, args, kwargs)
-        token = names.set((*names.get(), name))
+        before = names.get()
         try:
+            names.set((*before, name))
             return function(*args, **kwargs)
         finally:
-            names.reset(token)
+            names.set(before)
 
     return named

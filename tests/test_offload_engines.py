@@ -1,0 +1,153 @@
+"""Who owns an engine of `rekindle.offload`, its file and its threads, and when they go."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rekindle
+from rekindle.offload.context import _RECENT, Offload, living_engines
+from rekindle.offload.workers import workers
+from tests.spilling import SECONDS, chain, leaf, open_files, outcome, plain_gradient
+from tests.toys import same_bits
+
+pytestmark = pytest.mark.usefixtures("new_engines")
+
+
+def disk(directory: Path, quota: float = 1.0) -> Offload:
+    return rekindle.offload(tier="disk", quota=quota, min_bytes=1, directory=directory)
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def settle() -> None:
+    workers.wait_until_idle(SECONDS)
+    assert workers.count == 0
+
+
+def test_a_new_quota_each_step_leaves_four_files_open_and_no_thread(tmp_path: Path) -> None:
+    x = leaf()
+    expected = plain_gradient(x)
+    settle()
+    before = threads()
+    for quota in range(100_000, 100_040):
+        with disk(tmp_path, quota):
+            loss = chain(x)
+        (found,) = torch.autograd.grad(loss, x)
+        del loss
+        assert same_bits(found, expected)
+        assert threads() <= before + 4
+    settle()
+    assert _RECENT == 4
+    assert len(living_engines()) == 4
+    assert len(open_files(os.getpid(), tmp_path)) == 4
+    assert threads() == before
+
+
+def test_an_engine_dies_with_the_context_that_holds_it_once_others_were_used(
+    tmp_path: Path,
+) -> None:
+    x = leaf()
+    held = disk(tmp_path, 0.99)
+    for offload in [held, *(disk(tmp_path, 0.1 * i) for i in range(1, 6))]:
+        with offload:
+            loss = chain(x)
+        loss.backward()
+        del loss
+    assert len(living_engines()) == 5  # `held` is not among the four used last
+    held.trim()
+    del offload, held
+    assert len(living_engines()) == 4
+
+
+def test_what_an_engine_holds_stays_readable_when_the_engine_is_let_go(tmp_path: Path) -> None:
+    x = leaf()
+    with disk(tmp_path, 0.99):
+        loss = chain(x)
+    for i in range(1, 6):
+        with disk(tmp_path, 0.1 * i):
+            chain(x)
+    assert len(living_engines()) == 5  # the graph has it, and nothing else
+    settle()
+    (found,) = torch.autograd.grad(loss, x)
+    assert same_bits(found, plain_gradient(x))
+    del loss
+    assert len(living_engines()) == 4
+
+
+def test_a_loop_that_makes_its_context_every_step_goes_on_learning(tmp_path: Path) -> None:
+    x = leaf()
+    for _ in range(3):
+        with disk(tmp_path):
+            loss = chain(x)
+        loss.backward()
+        del loss
+    (engine,) = living_engines()
+    (lane,) = engine._lanes.values()
+    assert lane is not None
+    assert [known.is_settled for known in lane._lessons.known] == [True]
+
+
+def test_a_model_that_spills_gives_its_file_back_when_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    rekindle.apply(model, {"": "spill"})
+    model(torch.randn(1024, 512)).sum().backward()
+    settle()
+    assert len(open_files(os.getpid(), tmp_path)) == 1
+    rekindle.remove(model)
+    assert open_files(os.getpid(), tmp_path) == []
+
+
+_FORKED = """
+    loss = spill.forward(x)
+    spill.settle()
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(tell)
+        os.read(told, 1)  # as a worker of a DataLoader: alive until its parent ends
+        os._exit(0)
+    torch.autograd.grad(loss, x)
+    del loss
+    spill.settle()
+    sizes = [file.st_size for file in open_files(child, sys.argv[1])]
+    {gives_back}
+    sizes += [file.st_size for file in open_files(child, sys.argv[1])]
+    os.close(tell)
+    print(sizes, os.wait()[1])
+"""
+
+
+@pytest.mark.parametrize("gives_back", ["spill.offload.trim()", "del spill; _recent.clear()"])
+def test_disk_is_given_back_although_a_forked_process_has_the_file_open(
+    tmp_path: Path, gives_back: str
+) -> None:
+    text = "    from rekindle.offload.context import _recent" + _FORKED.format(
+        gives_back=gives_back
+    )
+    assert outcome(text, tmp_path) == (0, "[24576, 0] 0", "")
+
+
+def test_a_forked_process_that_lets_go_of_the_file_leaves_its_bytes_alone(tmp_path: Path) -> None:
+    text = """
+        import gc
+        from rekindle.offload.context import _recent
+        expected = plain_gradient(x)
+        loss = spill.forward(x)
+        spill.settle()
+        if not os.fork():
+            spill.offload.trim()
+            del spill, loss
+            _recent.clear()
+            gc.collect()
+            os._exit(len(open_files(os.getpid(), sys.argv[1])))
+        print(os.wait()[1], torch.equal(torch.autograd.grad(loss, x)[0], expected))
+    """
+    assert outcome(text, tmp_path) == (0, "0 True", "")
