@@ -88,9 +88,11 @@ class Arena:
     def _take_back(self) -> None:
         while self._returned:
             lent = self._returned[0]
-            stretches, key = _with(self._free, lent.start, lent.length), id(lent)
-            self._free = stretches
-            del self._lent[key]
+            key = id(lent)
+            if self._lent.get(key) is lent:  # else it was interrupted before anything was taken
+                stretches = _with(self._free, lent.start, lent.length)
+                self._free = stretches
+                del self._lent[key]
             self._returned.popleft()
 
 

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeVar
-from weakref import WeakValueDictionary
+from typing import Any, Self, TypeVar
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,58 @@ def offload(
     return Offload(options_of(tier, quota, min_bytes, max_host_bytes, directory, on_full, derive))
 
 
+class _Exit:
+    """The `__exit__` of a context, made anew for every `with` statement that asks for it.
+
+    Note [A block that was left]. The statement holds its `__exit__` until the block is left, in
+    whatever way. So where Ctrl-C strikes as `__exit__` begins, and nothing of it is done, the death
+    of that object still tells that the block was left.
+    """
+
+    def __init__(self, leave: Callable[..., None]) -> None:
+        self._leave = leave
+
+    def __get__(self, offload: "Offload | None", _: Any = None) -> Callable[..., None]:
+        if offload is None:
+            return self._leave
+        leave = partial(self._leave, offload)
+        offload._entered.leave = ref(leave)
+        return leave
+
+
+class _Entry:
+    """One `with` block that is running."""
+
+    __slots__ = ("engine", "hooks", "is_hooked", "is_left", "watch")
+
+    def __init__(self, is_hooked: bool, engine: "Engine | None") -> None:
+        self.is_hooked = is_hooked
+        self.engine = engine
+        self.hooks = top_hooks(False)
+        """The saved-tensor hooks around it."""
+        self.is_left = False
+        self.watch: ref[Any] | None = None
+        """Note [A block that was left]."""
+
+    def abandon(self, stack: "list[_Entry]") -> None:
+        """The block was left, and its end did not run."""
+        self.is_left = True
+        self.watch = None
+        if self in stack:
+            stack.remove(self)
+        if self.is_hooked:
+            pop_hooks_to(self.hooks)
+
+
+def _left(stack: list[_Entry], entry: _Entry, _: Any) -> None:
+    if not entry.is_left:
+        entry.abandon(stack)
+
+
+def _nobody() -> None:
+    return None
+
+
 class Offload:
     """Offloads the activations of what runs inside `with`, or of the function it decorates."""
 
@@ -89,31 +141,37 @@ class Offload:
         self._engine: Engine | None = None
         """Held, so that what it learnt lives as long as this."""
         self._entered = threading.local()
+        """Of each thread: the blocks that run, and the `__exit__` that was asked for last."""
 
     @no_graph_inside
     def __enter__(self) -> Self:
-        hooks, stack = top_hooks(False), self._stack
-        depth = len(stack)
+        stack = self._stack
+        leave = getattr(self._entered, "leave", _nobody)()
+        entry = self._entry()
         try:
-            entry = self._entry()
+            if leave is not None:
+                entry.watch = ref(leave, partial(_left, stack, entry))
+            stack.append(entry)
             if entry.is_hooked:
                 push_hooks(entry.engine.pack if entry.engine else partial(Kept), unpack)
-            stack.append(entry)
         except BaseException:
-            del stack[depth:]
-            pop_hooks_to(hooks)
+            entry.abandon(stack)
             raise
         return self
 
     @no_graph_inside
-    def __exit__(self, *error: object) -> None:
+    def _leave(self, *error: object) -> None:
         stack = self._entered.stack
         entry = stack[-1]
         del stack[-1]
+        entry.is_left = True
+        entry.watch = None
         if entry.is_hooked:
-            pop_hooks()  # the first call of all: nothing can strike before it
+            pop_hooks()  # the first call of all: nothing can strike between here and the beginning
         if entry.engine is not None:
             entry.engine.pause(failed=error[0] is not None)
+
+    __exit__ = _Exit(_leave)
 
     def _entry(self) -> "_Entry":
         if func_transform() is not None:  # autograd forbids hooks in transforms
@@ -178,13 +236,6 @@ class Offload:
         del values["is_share"], values["hurries"]
         given = ", ".join(f"{name}={value!r}" for name, value in values.items())
         return f"rekindle.offload({given})"
-
-
-class _Entry(NamedTuple):
-    """One `with` block that is running."""
-
-    is_hooked: bool
-    engine: "Engine | None"
 
 
 class kept:  # noqa: N801  (used as a function would be)

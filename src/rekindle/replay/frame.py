@@ -310,23 +310,22 @@ class Frame:
         if changed is not None:
             raise mismatch.argument_changed(self, changed)
         hook = self._hook(found)
-        before = self._before()
+        around = self._around()
+        hooks, was_recomputing, grad = top_hooks(False), recomputing.get(), grad_enabled()
+        now = None if self.rng is None else random_state.now(self.rng)
         try:
             try:
                 recomputing.set(True)
                 if self.rng is not None:
                     random_state.restore(self.rng)
                 set_grad_enabled(True)
-                if before.around is None:
+                if around is None:
                     args, kwargs = self.inputs.again()
                     push_hooks(hook, found.saved)
                     self.function(*args, **kwargs)
                 else:
-                    self._enter(before)
-                    with (
-                        outside_inference_mode(),
-                        self._counted(found),
-                    ):
+                    around.enter(self.ambient)
+                    with outside_inference_mode(), self._counted(found):
                         set_grad_enabled(True)
                         args, kwargs = self.inputs.again()
                         push_hooks(hook, found.saved)
@@ -340,50 +339,35 @@ class Frame:
             except Exception:  # the region swallowed the stop, and fell over something of its own
                 if not found.stopped:
                     raise
-            self._put_back(before)
+            pop_hooks()
+            self.inputs.take_off_hooks()
+            if around is not None:
+                around.put_back()
+            recomputing.set(was_recomputing)
+            set_grad_enabled(grad)
+            if now is not None:
+                random_state.restore(now)
         except BaseException:  # Note [Put back as often as asked]
-            self._put_back(before)
+            pop_hooks_to(hooks)
+            self.inputs.take_off_hooks()
+            if around is not None:
+                around.put_back()
+            recomputing.set(was_recomputing)
+            set_grad_enabled(grad)
+            if now is not None:
+                random_state.restore(now)
             raise
 
-    def _before(self) -> "_Before":
-        """What is around the replay now. Nothing is changed yet."""
+    def _around(self) -> "_Around | None":
+        """What a replay changes around it; None if all is as in forward and nobody looks on."""
         modules = self.modules
         moved = modules is not None and not modules.is_as_before()
         same = self.ambient == ambient.take() and not ambient.has_autocast(self.ambient)
-        elsewhere = torch.is_inference_mode_enabled() or func_transform() or old_vmap_level()
+        inference, transform = torch.is_inference_mode_enabled(), func_transform()
         looked_at = self.contexts or self.trace or observation.active
-        is_usual = same and not (moved or looked_at or elsewhere)
-        return _Before(
-            top_hooks(False),
-            recomputing.get(),
-            grad_enabled(),
-            None if self.rng is None else random_state.now(self.rng),
-            None if is_usual else Surroundings(),
-            modules.now() if modules is not None and moved else None,
-            same,
-        )
-
-    def _enter(self, before: "_Before") -> None:
-        """Have everything as in forward."""
-        assert before.around is not None, "else everything is"
-        before.around.leave_transforms()
-        if self.modules is not None and before.modules is not None:
-            self.modules.enter()
-        if not before.is_same:
-            ambient.enter(self.ambient)
-
-    def _put_back(self, before: "_Before") -> None:
-        """Have everything as it was before the replay, as far as it is not."""
-        self.inputs.take_off_hooks()
-        pop_hooks_to(before.hooks)
-        if self.modules is not None and before.modules is not None:
-            self.modules.put_back(before.modules)
-        if before.around is not None:
-            before.around.put_back()
-        recomputing.set(before.recomputing)
-        set_grad_enabled(before.grad)
-        if before.rng is not None:
-            random_state.restore(before.rng)
+        if same and not (moved or looked_at or inference or transform or old_vmap_level()):
+            return None
+        return _Around(modules if moved else None, same)
 
     def _counted(self, found: Collected) -> "AbstractContextManager[Any]":
         """Counts what the replay runs, for those who observe."""
@@ -451,19 +435,29 @@ class Frame:
             again.tensors.clear()
 
 
-class _Before(NamedTuple):
-    """What is around a replay, to be put back after it."""
+class _Around:
+    """What is around a replay, and of its modules, that is not as in forward."""
 
-    hooks: Any
-    recomputing: bool
-    grad: bool
-    rng: random_state.RngState | None
-    around: Surroundings | None
-    """All that may be changed; None if everything is as in forward, and nobody looks on."""
-    modules: Any
-    """What the modules are like, if they are not as in forward."""
-    is_same: bool
-    """Whether the ambient state is that of the forward."""
+    def __init__(self, modules: ModuleState | None, is_same: bool) -> None:
+        self._modules = modules
+        self._is_same = is_same
+        """Whether the ambient state is that of the forward."""
+        self._before = Surroundings()
+        self._modules_before = None if modules is None else modules.now()
+
+    def enter(self, then: ambient.Ambient) -> None:
+        """Have everything as in forward."""
+        self._before.leave_transforms()
+        if self._modules is not None:
+            self._modules.enter()
+        if not self._is_same:
+            ambient.enter(then)
+
+    def put_back(self) -> None:
+        """Have everything as it was before."""
+        if self._modules is not None and self._modules_before is not None:
+            self._modules.put_back(self._modules_before)
+        self._before.put_back()
 
 
 class _TooHastyError(Exception):
