@@ -19,7 +19,7 @@ from torch import nn
 
 from rekindle.checkpoint import checkpoint
 from rekindle.compiled import where as traced
-from rekindle.compiled.frames import break_graph
+from rekindle.compiled.frames import break_graph, no_graph_begins
 from rekindle.errors import RekindleError
 from rekindle.internals import pop_hooks_to, top_hooks
 from rekindle.offload.context import Offload, kept
@@ -109,13 +109,11 @@ class Forward:
         if not self.is_on or way == "plain":
             return forward(*args, **kwargs)
         if way == "keep" or isinstance(way, Offload | Saves):
-            hooks = top_hooks(False)
-            try:
-                with self._hooks_of(way, forward):
-                    return forward(*args, **kwargs)
-            except BaseException:  # Note [Put back as often as asked]
-                pop_hooks_to(hooks)
-                raise
+            around = self._hooks_of(way, forward)
+            if not torch.compiler.is_compiling():
+                return _run_in(around, forward, args, kwargs)
+            with around:
+                return forward(*args, **kwargs)
         options: dict[str, Any] = {"context_fn": way} if isinstance(way, Policy) else {}
         if any(name in _OPTIONS for name in kwargs):  # the module's own, not ours
             call = _with_keywords(forward, tuple(kwargs))
@@ -136,6 +134,23 @@ class Forward:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Forward":
         module = copy.deepcopy(self.__self__, memo)
         return Forward(module, self.way, copy.deepcopy(self.own, memo))
+
+
+@no_graph_begins
+def _run_in(
+    around: AbstractContextManager[Any],
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a forward under saved-tensor hooks that a context enters."""
+    hooks = top_hooks(False)
+    try:
+        with around:
+            return forward(*args, **kwargs)
+    except BaseException:  # Note [Put back as often as asked]
+        pop_hooks_to(hooks)
+        raise
 
 
 def _own_forward(module: nn.Module) -> Callable[..., Any]:
