@@ -1,15 +1,24 @@
-"""Set-up for every test: one thread, a fixed seed, gpu tests only where there is a GPU."""
+"""Set-up for every test: one thread, a fixed seed, gpu tests only where there is a GPU.
 
+`scripts/test` runs the files of a whole run in as many processes as there are cores.
+"""
+
+import gc
 import os
+import time
 
 # oneDNN picks bf16 kernels that some CPUs announce and cannot run; see scripts/_env.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+from collections.abc import Iterator
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rekindle.budget import timing
 from rekindle.offload.context import _engines
 from rekindle.offload.spill_file import SpillFile
 
@@ -23,13 +32,77 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+with suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes, or to draw one, is up to whoever else uses the machine.
+    settings.register_profile(
+        "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("any machine")
+
+MOST_WORKERS = 8
+"""Each of them imports torch, transformers and lightning: 1 GiB."""
+LONGEST = (
+    "test_compiled_offload.py",
+    "test_distributed.py",
+    "test_budget_fake.py",
+    "test_compiled_backends.py",
+    "test_budget_fit.py",
+    "test_budget_solve.py",
+    "test_random_programs.py",
+    "test_integrations_transformers.py",
+    "test_docs.py",
+    "test_examples.py",
+    "test_budget_distributed.py",
+)
+"""Files that take longest, which start first: no process is left alone with one at the end."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A process for each core; none for a part of the tests, nor where they share a GPU's memory.
+
+    Workers take longer to start than a few tests take to run.
+    """
+    option = config.option
+    has_paths = config.args_source is pytest.Config.ArgsSource.ARGS
+    is_part = has_paths or option.keyword or option.markexpr or option.lf or option.stepwise
+    if is_part or torch.cuda.is_available():
+        return 0
+    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        rank = {name: i for i, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a GPU")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_tracked_objects() -> None:
+    """Leave what other modules made out of `gc.collect()` and `gc.get_objects()`.
+
+    With torch, its compiler and transformers, there are millions of objects: to look at all of them
+    takes most of a second, and hundreds of tests do.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_time_while_others_run() -> Iterator[None]:
+    """On a CPU, profiles measure the CPU time of this process: others may keep the cores busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(timing, "time", SimpleNamespace(perf_counter=time.process_time))
+        yield
 
 
 @pytest.fixture(autouse=True)

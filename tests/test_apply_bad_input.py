@@ -569,7 +569,7 @@ def test_an_unknown_fate_is_refused_with_the_known_ones(what: str, in_a_mapping:
         *(rekindle.offload, policies.keep, rekindle.CheckpointPolicy.MUST_SAVE),
         rekindle.noop_context_fn,
     ],
-    ids=str,
+    ids=lambda what: getattr(what, "__name__", str(what)),
 )
 @pytest.mark.parametrize("in_a_mapping", [False, True])
 def test_what_is_neither_fate_nor_policy_is_refused(what: Any, in_a_mapping: bool) -> None:

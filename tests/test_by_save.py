@@ -142,7 +142,6 @@ def test_only_the_numbers_that_are_given_are_derived(x: Tensor) -> None:
         (lambda y: y * y, 1),
         (lambda y: torch.cat([(silu(y) * y)[:, ::2], (y * 3.0)[:, 1::2]], 1), 1),
     ],
-    ids=str,
 )
 def test_gradients_are_those_of_the_plain_run(
     function: Callable[[Tensor], Tensor], dropped: int, x: Tensor
