@@ -1,9 +1,9 @@
 """One rank that fits a model under DDP and under FSDP2, and writes what it found as JSON."""
 
 import json
-import os
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
 from benchmarks.decoder import SHAPES, Decoder
+from tests.ranks import fork_ranks, process_group
 from tests.wrong import wrong_recompute
+
+WORLD = 2
 
 
 def sharded(model: Decoder) -> nn.Module:
@@ -70,15 +73,12 @@ def found(kind: str) -> dict[str, Any]:
     }
 
 
-def main(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    results = {kind: found(kind) for kind in KINDS}
-    Path(folder, f"{rank}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+def work(rank: int, folder: Path) -> None:
+    with process_group(rank, WORLD, folder / "rendezvous"):
+        results = {kind: found(kind) for kind in KINDS}
+        (folder / f"{rank}.json").write_text(json.dumps(results))
+        dist.barrier()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    sys.exit(fork_ranks(partial(work, rank, Path(sys.argv[1])) for rank in range(WORLD)))

@@ -1,21 +1,20 @@
-"""What each process of `test_ddp.py` runs: in a module of its own, which a new process imports."""
+"""What each rank of `test_ddp.py` runs: every case, with regions and without."""
 
-import os
 import sys
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
+from tests.ranks import fork_ranks, process_group
 from tests.toys import Block
 
 WORLD = 2
@@ -96,28 +95,17 @@ def train(case: Case, checkpointed: bool, rank: int) -> dict[str, Any]:
     return {"grads": grads, "state": model.state_dict(), "counts": counts}
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: Path) -> None:
     """Run every case with and without regions, and leave the results in a file."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with process_group(rank, WORLD, folder / "rendezvous"):
         results = {
             (str(case), checkpointed): train(case, checkpointed, rank)
             for case in CASES
             for checkpointed in (False, True)
         }
-        torch.save(results, Path(folder) / f"{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+        torch.save(results, folder / f"{rank}.pt")
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), sys.argv[2])
+    sys.exit(fork_ranks(partial(work, rank, Path(sys.argv[1])) for rank in range(WORLD)))

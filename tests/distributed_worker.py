@@ -5,16 +5,13 @@ this, with a folder for the results.
 """
 
 import functools
-import multiprocessing
-import os
 import sys
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -46,6 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rekindle
 from rekindle import policies
+from tests.ranks import fork_ranks, process_group
 
 DEPTH = 2
 DIM = 8
@@ -587,22 +585,6 @@ def _pipeline_cases() -> Iterator[Case]:
 CASES = [*_ddp_cases(), *_fsdp_cases(), *_tensor_parallel_cases(), *_pipeline_cases()]
 
 
-@contextmanager
-def _process_group(rank: int, world: int, rendezvous: Path) -> Iterator[None]:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=15),
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def outcome_of(case: Case, way: str) -> Outcome:
     outcome = Outcome()
     torch.manual_seed(0)
@@ -625,10 +607,9 @@ class World:
 
     def work(self, rank: int, folder: Path) -> None:
         """Run every case, and leave the results in a file."""
-        torch.set_num_threads(1)
         warnings.simplefilter("ignore")
         results: dict[tuple[str, str], Any] = {}
-        with _process_group(rank, self.size, self.file(folder, 0).with_suffix(".rendezvous")):
+        with process_group(rank, self.size, self.file(folder, 0).with_suffix(".rendezvous")):
             for case in CASES:
                 if world_of(case) == self:
                     for way in ("plain", *case.ways):
@@ -647,16 +628,11 @@ WORLDS = [World(2, alone=False), World(4, alone=False), World(2, alone=True)]
 
 def launch(folder: Path) -> None:
     """All worlds at the same time: ranks wait for each other often."""
-    fork = multiprocessing.get_context("fork")
-    ranks = [
-        fork.Process(target=world.work, args=(rank, folder))
+    fork_ranks(
+        functools.partial(world.work, rank, folder)
         for world in WORLDS
         for rank in range(world.size)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
+    )
 
 
 if __name__ == "__main__":

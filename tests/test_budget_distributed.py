@@ -1,17 +1,14 @@
 """A budget in a distributed run: two real processes, one plan."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from rekindle.budget.verifying import BIT_FOR_BIT
+from tests.budget_worker import WORLD
+from tests.ranks import run_worker
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
@@ -21,27 +18,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
     pytest.importorskip("scipy")
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    root = Path(__file__).parents[1]
-    path = os.pathsep.join([str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.budget_worker"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(port), str(folder)],
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            process.wait(timeout=120)
-    finally:
-        for process in processes:
-            process.kill()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    run_worker("tests.budget_worker", folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
 each_kind = pytest.mark.parametrize("kind", ["ddp", "fsdp"])

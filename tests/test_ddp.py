@@ -1,9 +1,5 @@
 """Field note 17: `DistributedDataParallel` around regions is the same run as without them."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ddp_worker import CASES, REGIONS, STEPS, WORLD, Case
+from tests.ranks import run_worker
 from tests.toys import same_bits
 
 pytestmark = pytest.mark.skipif(
@@ -26,24 +23,7 @@ Results = list[dict[tuple[str, bool], Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What two real processes got, all cases in one go."""
     folder = tmp_path_factory.mktemp("ddp")
-    root = str(Path(__file__).parents[1])
-    path = os.pathsep.join([root, *filter(None, sys.path)])
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.ddp_worker", str(rank), str(folder)],
-            env={**os.environ, "PYTHONPATH": path},
-            cwd=root,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        errors = [worker.communicate(timeout=120)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0] * WORLD, "\n".join(errors)
+    run_worker("tests.ddp_worker", folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 

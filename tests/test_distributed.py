@@ -1,9 +1,6 @@
 """Field notes 16, 17, 18, 27 and 31 in real processes: DDP, FSDP2, tensor and pipeline parallel."""
 
-import os
 import re
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,13 +11,12 @@ import torch.distributed as dist
 
 import rekindle
 from tests.distributed_worker import CASES, DEPTH, GATHERS, WORLDS, Case, Outcome, counted, world_of
+from tests.ranks import ROOT, run_worker
 from tests.toys import same_bits
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs torch with gloo"
 )
-
-ROOT = Path(__file__).parents[1]
 
 
 class Results:
@@ -50,17 +46,7 @@ def _loaded(path: Path) -> dict[tuple[str, str], Any]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """All cases of both worlds, in one go."""
     folder = tmp_path_factory.mktemp("distributed")
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed_worker", str(folder)],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_worker("tests.distributed_worker", folder)
     return Results(folder)
 
 
