@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,19 @@ def same_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rekindle.budget.profiling.undominated", list)
 
 
+@pytest.fixture
+def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Menus are short, where a test is not about them: each option is run, fake or not."""
+    monkeypatch.setattr("rekindle.budget.menu.keep_sets", lambda graph: every_third(graph)[:1])
+
+
+@cache
+def imagined_stack() -> rekindle.Profile:
+    """A profile for the tests that want one and not its making."""
+    torch.manual_seed(0)
+    return rekindle.profile(*that_learns(), device="meta", like="H200")
+
+
 def without_times(profile: rekindle.Profile) -> list[Any]:
     """All there is of a profile but times, in pieces that are easily told apart."""
     return [
@@ -139,6 +153,7 @@ def test_all_but_times_is_as_measured(case: Callable[[], Case]) -> None:
 
 
 @every_case
+@pytest.mark.usefixtures("few_sets")
 def test_the_model_ends_as_it_was(case: Callable[[], Case]) -> None:
     model, batch = case()
     step(model, batch)
@@ -295,6 +310,7 @@ def test_a_replay_takes_as_long_as_the_ops_that_run_again() -> None:
     assert again.backward_seconds - keep.backward_seconds <= keep.forward_seconds
 
 
+@pytest.mark.usefixtures("few_sets")
 def test_on_a_faster_device_a_step_takes_less() -> None:
     model = Stack(3, 16).to(torch.bfloat16)
     big = torch.empty(2**16, 16, dtype=torch.bfloat16, device="meta")
@@ -447,6 +463,7 @@ def test_whole_numbers_that_no_input_decides_may_be_looked_at() -> None:
     assert len(profile.order) == 2
 
 
+@pytest.mark.usefixtures("few_sets")
 def test_a_mask_of_the_batch_may_be_looked_at() -> None:
     """A model of transformers leaves out a mask that hides nothing: so does its profile."""
     model, batch = gpt2()
@@ -479,6 +496,7 @@ def test_layers_that_fit_nowhere_here_are_profiled() -> None:
     assert rekindle.solve(profile, "50%").predicted_peak < plain_prediction(profile).peak
 
 
+@pytest.mark.usefixtures("few_sets")
 def test_more_layers_have_the_same_menu_and_a_longer_order() -> None:
     few, many = (rekindle.profile(*seventy(n), device="meta", like="H200") for n in (2, 6))
     assert len(many.blocks) == 1
@@ -639,7 +657,7 @@ SAVED = rekindle.Profile(
 
 
 def test_a_profile_that_is_read_again_is_the_same(tmp_path: Path) -> None:
-    for profile in (SAVED, rekindle.profile(*that_learns(), device="meta", like="H200")):
+    for profile in (SAVED, imagined_stack()):
         profile.save(tmp_path / "profile.json")
         again = rekindle.Profile.load(tmp_path / "profile.json")
         assert again == profile
@@ -648,7 +666,7 @@ def test_a_profile_that_is_read_again_is_the_same(tmp_path: Path) -> None:
 
 
 def test_a_profile_that_was_saved_has_the_same_plans(tmp_path: Path) -> None:
-    profile = rekindle.profile(*that_learns(), device="meta", like="H200")
+    profile = imagined_stack()
     profile.save(str(tmp_path / "profile.json"))
     again = rekindle.Profile.load(str(tmp_path / "profile.json"))
     assert rekindle.solve(again, "60%") == rekindle.solve(profile, "60%")
@@ -665,7 +683,7 @@ def test_a_plan_is_no_profile_and_a_profile_no_plan(tmp_path: Path) -> None:
     SAVED.save(tmp_path / "profile.json")
     with pytest.raises(ValueError, match=r"profile\.json is not a plan of rekindle's"):
         rekindle.Plan.load(tmp_path / "profile.json")
-    profile = rekindle.profile(*that_learns(), device="meta", like="H200")
+    profile = imagined_stack()
     rekindle.solve(profile, "60%").save(tmp_path / "plan.json")
     with pytest.raises(ValueError, match=r"plan\.json is not a profile of rekindle's"):
         rekindle.Profile.load(tmp_path / "plan.json")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.budget import fitting, profiling
+from rekindle.budget import fitting
 from rekindle.budget.trial import Trial
 from tests.toys import Stack
 
@@ -19,7 +19,10 @@ Measure = Callable[[rekindle.Plan], float]
 
 @pytest.fixture
 def fitted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], tuple[rekindle.Plan, int]]:
-    """A plan that `fit` made if steps take so long, and how many plans it tried."""
+    """A plan that `fit` made if steps take so long, and how many plans it tried.
+
+    Times are those of a table, for which the plan goes op by op whatever the machine does.
+    """
 
     def fit(seconds: Measure) -> tuple[rekindle.Plan, int]:
         tried = []
@@ -29,8 +32,9 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], tuple[rekindl
             return Trial(plan.predicted_peak, seconds(plan))
 
         monkeypatch.setattr(fitting, "try_out", try_out)
-        model = Stack(6, 64)
-        plan = rekindle.fit(model, torch.randn(256, 64), budget="70%")
+        model, batch = Stack(6, 64), torch.randn(256, 64)
+        profile = rekindle.profile(model, batch, device="meta", like="cpu")
+        plan = rekindle.fit(model, batch, budget="70%", profile=_selecting(profile))
         assert rekindle.plan_of(model) == plan
         return plan, len(tried)
 
@@ -41,48 +45,41 @@ def goes_op_by_op(plan: rekindle.Plan) -> bool:
     return any(option.fate == "select" for _, _, option in plan.blocks)
 
 
-@pytest.fixture
-def selecting(monkeypatch: pytest.MonkeyPatch) -> None:
+def _selecting(profile: rekindle.Profile) -> rekindle.Profile:
     """As if to recompute a block whole took long: then plans go op by op."""
-    measure = profiling.measure
-
-    def slow(*args: Any) -> Any:
-        profile = measure(*args)
-        blocks = [
-            replace(
-                block,
-                options=tuple(
-                    replace(o, backward_seconds=1.0) if o.fate == "recompute" else o
-                    for o in block.options
-                ),
-            )
-            for block in profile.blocks
-        ]
-        return replace(profile, blocks=tuple(blocks))
-
-    monkeypatch.setattr(profiling, "measure", slow)
+    blocks = [
+        replace(
+            block,
+            options=tuple(
+                replace(o, backward_seconds=1.0) if o.fate == "recompute" else o
+                for o in block.options
+            ),
+        )
+        for block in profile.blocks
+    ]
+    return replace(profile, blocks=tuple(blocks))
 
 
-def test_a_step_that_is_on_time_is_not_compared(fitted: Any, selecting: None) -> None:
+def test_a_step_that_is_on_time_is_not_compared(fitted: Any) -> None:
     plan, tried = fitted(lambda plan: plan.predicted_time)
     assert tried == 1
     assert goes_op_by_op(plan)
 
 
-def test_a_late_step_gives_way_to_a_plan_that_is_faster(fitted: Any, selecting: None) -> None:
+def test_a_late_step_gives_way_to_a_plan_that_is_faster(fitted: Any) -> None:
     plan, tried = fitted(lambda plan: 9.0 if goes_op_by_op(plan) else 8.0)
     assert tried == 2
     assert not goes_op_by_op(plan)
     assert (plan.measured_time, plan.measured_peak) == (8.0, plan.predicted_peak)
 
 
-def test_a_late_step_stays_if_the_others_are_later(fitted: Any, selecting: None) -> None:
+def test_a_late_step_stays_if_the_others_are_later(fitted: Any) -> None:
     plan, tried = fitted(lambda plan: 8.0 if goes_op_by_op(plan) else 9.0)
     assert tried == 2
     assert goes_op_by_op(plan)
     assert plan.measured_time == 8.0
 
 
-def test_milliseconds_are_not_late(fitted: Any, selecting: None) -> None:
+def test_milliseconds_are_not_late(fitted: Any) -> None:
     _, tried = fitted(lambda plan: plan.predicted_time + 0.004)
     assert tried == 1

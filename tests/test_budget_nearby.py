@@ -1,6 +1,7 @@
 """What a plan says of a little less memory and of a little more: against every choice there is."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -35,6 +36,11 @@ def toy(*kinds: Option, blocks: int = 10, static: int = 0) -> Profile:
     )
     order = tuple((f"blocks.{i}", i % len(kinds)) for i in range(blocks))
     return Profile("Toy", "none", "", static, 0, 0, 0.0, 0.0, known, order)
+
+
+@cache
+def solved(profile: Profile, budget: int) -> rekindle.Plan:
+    return rekindle.solve(profile, budget)
 
 
 def test_less_and_more_are_a_tenth_of_what_activations_have() -> None:
@@ -88,7 +94,7 @@ def test_a_step_with_less_or_more_is_one_that_there_is(seed: int, kinds: int, li
     is_solved = kinds == 1 and not link  # else the plan is changed step by step
     choices = all_choices(profile)
     for budget in budgets(choices):
-        plan = rekindle.solve(profile, budget)
+        plan = solved(profile, budget)
         for near in (plan.less, plan.more):
             if near is None or near.seconds is None:
                 continue
@@ -103,7 +109,7 @@ def test_a_step_with_less_or_more_is_one_that_there_is(seed: int, kinds: int, li
 def test_less_is_never_faster_and_more_never_slower(seed: int, kinds: int) -> None:
     profile = random_profile(seed, kinds=kinds)
     for budget in budgets(all_choices(profile)):
-        plan = rekindle.solve(profile, budget)
+        plan = solved(profile, budget)
         if plan.less is not None and plan.less.seconds is not None:
             assert plan.less.seconds >= plan.predicted_time
         assert plan.more is not None

@@ -7,6 +7,7 @@ backward it may be off by what a real backward frees sooner. It is within 5 % ei
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -316,8 +317,10 @@ def plans(profile: Profile) -> list[list[Option]]:
     return alike + [[draw.choice(menu) for menu in menus] for _ in range(4)]
 
 
-def peaks(model: nn.Module, batch: Any) -> list[tuple[str, int, int]]:
+@cache
+def peaks(case: Case) -> list[tuple[str, int, int]]:
     """Where the peak is, and how high as simulated and as measured, for some plans."""
+    model, batch = case()
     profile = rekindle.profile(model, batch)
     found = []
     for options in plans(profile):
@@ -331,18 +334,18 @@ def peaks(model: nn.Module, batch: Any) -> list[tuple[str, int, int]]:
 
 @every_close_case
 def test_a_predicted_peak_is_within_5_percent_of_the_measured_one(case: Case) -> None:
-    found = peaks(*case())
+    found = peaks(case)
     assert [p for p in found if not 0.95 <= p[1] / p[2] <= 1.05] == []
 
 
 @every_case
 def test_a_measured_peak_is_never_above_the_predicted_one(case: Case) -> None:
-    found = peaks(*case())
+    found = peaks(case)
     assert [p for p in found if p[2] > p[1] + _LOSS] == []
 
 
 def test_a_peak_in_the_head_and_the_loss_is_predicted_to_the_byte() -> None:
-    found = [p for p in peaks(*language()) if p[0] == "the head and the loss"]
+    found = [p for p in peaks(language) if p[0] == "the head and the loss"]
     assert len(found) >= 2
     assert [p for p in found if p[1] != p[2]] == []
 

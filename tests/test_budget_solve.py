@@ -4,6 +4,7 @@ import itertools
 import random
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -17,9 +18,9 @@ pytest.importorskip("scipy")
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 GAP = 1e-3
+"""A share of the time: more than HiGHS is asked for, less than anybody would notice."""
 LINK_GAP = 0.04
 """With a link, the solver's view of the step is rough, and its answer is improved step by step."""
-"""A share of the time: more than HiGHS is asked for, less than anybody would notice."""
 
 
 def random_option(draw: random.Random, fate: str, size: int, second: float, link: bool) -> Option:
@@ -42,6 +43,7 @@ def random_option(draw: random.Random, fate: str, size: int, second: float, link
     )
 
 
+@cache
 def random_profile(
     seed: int,
     *,
@@ -105,22 +107,29 @@ def long_menu(size: float) -> tuple[Option, ...]:
     return tuple(menu)
 
 
+@cache
 def all_choices(profile: Profile) -> list[Prediction]:
+    """The predictions of every choice there is. Several tests look at the same profiles."""
     menus = [profile.options(i) for i in range(len(profile.order))]
     return [simulate(profile, options) for options in itertools.product(*menus)]
 
 
-def budgets(choices: list[Prediction], count: int = 6) -> list[int]:
-    """From the lowest peak there is to the highest."""
+BUDGETS = 8
+
+
+def budgets(choices: list[Prediction]) -> list[int]:
+    """From the lowest peak there is to the highest; the same for every test, to solve each once."""
     peaks = sorted({choice.peak for choice in choices})
-    return [peaks[i * (len(peaks) - 1) // (count - 1)] for i in range(count)]
+    return [peaks[i * (len(peaks) - 1) // (BUDGETS - 1)] for i in range(BUDGETS)]
 
 
 def fastest(choices: list[Prediction], budget: int) -> float:
     return min(choice.seconds for choice in choices if choice.peak <= budget)
 
 
+@cache
 def chosen(profile: Profile, budget: int) -> Choice:
+    """The solver's choice, of which several tests check one property each."""
     choice = choose(profile, budget)
     assert choice is not None, "something fits"
     return choice
@@ -201,7 +210,7 @@ def test_the_peak_is_never_above_the_budget(
     seed: int, kinds: int, unit: int, second: float
 ) -> None:
     profile = random_profile(seed, kinds=kinds, unit=unit, second=second, blocks=4)
-    for budget in budgets(all_choices(profile), count=12):
+    for budget in budgets(all_choices(profile)):
         assert chosen(profile, budget).prediction.peak <= budget
 
 
@@ -229,7 +238,7 @@ def test_a_choice_is_what_the_simulation_says_of_it(seed: int, kinds: int) -> No
 @with_and_without_a_link
 def test_a_smaller_budget_is_never_faster(seed: int, kinds: int, link: bool) -> None:
     profile = random_profile(seed, kinds=kinds, link=link)
-    wide_to_narrow = reversed(budgets(all_choices(profile), count=10))
+    wide_to_narrow = reversed(budgets(all_choices(profile)))
     times = [chosen(profile, budget).prediction.seconds for budget in wide_to_narrow]
     for wide, narrow in itertools.pairwise(times):
         assert narrow >= wide * (1 - (LINK_GAP if link else GAP))
@@ -239,7 +248,7 @@ def test_a_smaller_budget_is_never_faster(seed: int, kinds: int, link: bool) -> 
 @with_and_without_a_link
 def test_a_smaller_budget_never_peaks_higher(seed: int, link: bool) -> None:
     profile = random_profile(seed, kinds=1, link=link)
-    wide_to_narrow = reversed(budgets(all_choices(profile), count=10))
+    wide_to_narrow = reversed(budgets(all_choices(profile)))
     peaks = [chosen(profile, budget).prediction.peak for budget in wide_to_narrow]
     for wide, narrow in itertools.pairwise(peaks):
         assert narrow <= wide * (1 + (LINK_GAP if link else 0.0))

@@ -109,15 +109,18 @@ def test_no_more_than_two_activations_wait_to_be_written(
     spill: Spill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a first forward: two that may be the last, and two on their way."""
-    gate, alive = Gate(monkeypatch, "pwrite"), []
-    timer = threading.Timer(0.5, gate.open)
+    gate, alive, wait_out = Gate(monkeypatch, "pwrite"), [], DiskCopy.wait_out
+
+    def open_and_wait_out(self: DiskCopy) -> None:
+        gate.open()
+        wait_out(self)
+
+    monkeypatch.setattr(DiskCopy, "wait_out", open_and_wait_out)
     with Storages() as storages, spill.offload:
         hidden = leaf() * 2
-        timer.start()
         for _ in range(12):
             hidden = hidden.sin()
             alive.append(len(storages.alive()))
-    timer.join()
     assert max(alive) == 6  # and the newest, with what it was made from
 
 
