@@ -32,7 +32,7 @@ PAGE = 4096
 DEPTH = 8
 SENT = DEPTH - 2
 """Of these so many go: the last two, which backward wants first, stay."""
-SECONDS = 60
+SECONDS = 300
 """Longer than anything here takes; whoever waits that long fails."""
 
 

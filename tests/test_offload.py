@@ -299,7 +299,7 @@ def test_an_activation_that_has_come_back_is_not_let_go_when_a_slower_copy_is_ou
 
     def slow_first(self: SpillFile, data: Tensor, *args: Any) -> None:
         if data.numel() == 4096:
-            assert may_go.wait(60)
+            assert may_go.wait(120)
         write(self, data, *args)
 
     monkeypatch.setattr(SpillFile, "_write", slow_first)

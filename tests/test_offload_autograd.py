@@ -575,7 +575,7 @@ def test_a_graph_thrown_away_is_no_part_of_the_step_after_it(
     may_go, write = threading.Event(), SpillFile._write
 
     def slow(self: SpillFile, *args: Any) -> None:
-        assert may_go.wait(60)
+        assert may_go.wait(120)
         write(self, *args)
 
     monkeypatch.setattr(SpillFile, "_write", slow)

@@ -526,12 +526,12 @@ def test_names_belong_to_a_thread() -> None:
 
     def waits(x: Tensor) -> Tensor:
         inside.set()
-        assert done.wait(30)
+        assert done.wait(120)
         return x
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(rekindle.name(waits, "named"), leaf(3))
-        assert inside.wait(30)
+        assert inside.wait(120)
         try:
             assert replayed(product, leaf(3, 3), named("named")) == 3
         finally:
@@ -655,7 +655,7 @@ def test_threads_count_by_themselves() -> None:
 
     def in_step(x: Tensor) -> Tensor:
         for _ in range(6):
-            together.wait(30)
+            together.wait(120)
             x = x.sin()
         return x
 

@@ -18,12 +18,12 @@ def _in_threads(work: Callable[[int], None]) -> None:
     together = threading.Barrier(THREADS)
 
     def run(i: int) -> None:
-        together.wait(timeout=30)
+        together.wait(timeout=120)
         work(i)
 
     with ThreadPoolExecutor(THREADS) as pool:
         for done in [pool.submit(run, i) for i in range(THREADS)]:
-            done.result(timeout=60)
+            done.result(timeout=120)
 
 
 def _leaf(i: int) -> Tensor:
@@ -134,8 +134,8 @@ def test_forward_in_one_thread_and_backward_in_another() -> None:
     block, x = Block(), _leaf(0)
     expected = _plain_gradient(block, 0)
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        y = one.submit(lambda: rekindle.checkpoint(block, x).sum()).result(timeout=30)
-        other.submit(y.backward).result(timeout=30)
+        y = one.submit(lambda: rekindle.checkpoint(block, x).sum()).result(timeout=120)
+        other.submit(y.backward).result(timeout=120)
     assert same_bits(x.grad, expected)
 
 
@@ -149,7 +149,7 @@ def test_autocast_of_the_forwards_thread_is_there_in_the_replay_of_another() -> 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (expected,) = torch.autograd.grad(layer(x).exp().float().sum(), x)
     with ThreadPoolExecutor(1) as other:
-        other.submit(forward).result(timeout=30).backward()
+        other.submit(forward).result(timeout=120).backward()
     assert same_bits(x.grad, expected)
 
 
@@ -159,16 +159,16 @@ def test_is_recomputing_is_of_one_thread() -> None:
     def region(x: Tensor) -> Tensor:
         if rekindle.is_recomputing():
             in_replay.set()
-            assert looked.wait(timeout=30)
+            assert looked.wait(timeout=120)
         return x.exp().sin()
 
     y = rekindle.checkpoint(region, _leaf(0)).sum()
     with ThreadPoolExecutor(1) as other:
         done = other.submit(y.backward)
-        assert in_replay.wait(timeout=30)
+        assert in_replay.wait(timeout=120)
         said = rekindle.is_recomputing()
         looked.set()
-        done.result(timeout=30)
+        done.result(timeout=120)
     assert not said
 
 
@@ -193,7 +193,7 @@ def test_an_exception_in_one_threads_replay_does_not_block_another() -> None:
         return False
 
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(fails).result(timeout=30)
+        assert other.submit(fails).result(timeout=120)
     (found,) = torch.autograd.grad(y, x, retain_graph=True)
     assert same_bits(found, expected)
 
