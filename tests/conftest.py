@@ -43,18 +43,23 @@ with suppress(ImportError):
 
 MOST_WORKERS = 8
 """Each of them imports torch, transformers and lightning: 1 GiB."""
+SELECTING = ("keyword", "markexpr", "lf", "stepwise")
+"""Options of pytest by which a part of the tests runs."""
 LONGEST = (
     "test_compiled_offload.py",
     "test_distributed.py",
     "test_budget_fake.py",
+    "test_spill.py",
     "test_compiled_backends.py",
-    "test_budget_fit.py",
     "test_budget_solve.py",
-    "test_random_programs.py",
+    "test_budget_fit.py",
+    "test_examples.py",
     "test_integrations_transformers.py",
     "test_docs.py",
-    "test_examples.py",
     "test_budget_distributed.py",
+    "test_offload_memory.py",
+    "test_offload_autograd.py",
+    "test_ops_that_trace.py",
 )
 """Files that take longest, which start first: no process is left alone with one at the end."""
 
@@ -65,12 +70,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
     Workers take longer to start than a few tests take to run.
     """
-    option = config.option
     has_paths = config.args_source is pytest.Config.ArgsSource.ARGS
-    is_part = has_paths or option.keyword or option.markexpr or option.lf or option.stepwise
+    is_part = has_paths or any(config.getoption(name, None) for name in SELECTING)
     if is_part or torch.cuda.is_available():
         return 0
-    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    return min(cores(), MOST_WORKERS)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
