@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -33,8 +34,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], tuple[rekindl
 
         monkeypatch.setattr(fitting, "try_out", try_out)
         model, batch = Stack(6, 64), torch.randn(256, 64)
-        profile = rekindle.profile(model, batch, device="meta", like="cpu")
-        plan = rekindle.fit(model, batch, budget="70%", profile=_selecting(profile))
+        plan = rekindle.fit(model, batch, budget="70%", profile=profile_that_selects())
         assert rekindle.plan_of(model) == plan
         return plan, len(tried)
 
@@ -45,8 +45,10 @@ def goes_op_by_op(plan: rekindle.Plan) -> bool:
     return any(option.fate == "select" for _, _, option in plan.blocks)
 
 
-def _selecting(profile: rekindle.Profile) -> rekindle.Profile:
+@cache
+def profile_that_selects() -> rekindle.Profile:
     """As if to recompute a block whole took long: then plans go op by op."""
+    profile = rekindle.profile(Stack(6, 64), torch.randn(256, 64), device="meta", like="cpu")
     blocks = [
         replace(
             block,
