@@ -49,7 +49,6 @@ def no_garbage_collector() -> Iterator[None]:
     gc.disable()
     gc.freeze()
     yield
-    gc.unfreeze()
     gc.enable()
 
 
