@@ -6,7 +6,6 @@ Note [Who shares a version counter] and Note [What a copy stands for].
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -212,10 +211,10 @@ def test_a_copy_that_was_given_up_does_not_let_go_of_newer_bytes(
         assert activation.copy is None
         lane._send(activation)
     first_may_go.set()
-    wait([first._writing])
+    first._writing.wait()
     assert activation.here is not None
     second_may_go.set()
-    wait([activation.copy._writing])
+    activation.copy._writing.wait()
     expected = b.detach().clone()
     before = saved_by(a.grad_fn, "result")
     expected_before = a.detach().clone()

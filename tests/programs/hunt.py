@@ -111,7 +111,7 @@ def _written(at_once: bool) -> Iterator[None]:
 
     def write_now(self: SpillFile, *args: Any) -> Any:
         writing = write(self, *args)
-        wait([writing])
+        writing.wait()
         return writing
 
     if at_once:
