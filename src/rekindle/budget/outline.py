@@ -73,11 +73,8 @@ def outline(
 ) -> Seen:
     """Run a step with every block recomputed, and see what its blocks are given and hold."""
     apply(step.model, dict.fromkeys(blocks, "recompute"))
-    known = [*step.model.parameters(), *step.model.buffers()]
-    known += [p.grad for p in step.model.parameters() if p.grad is not None]
-    known += step.tensors()
     torch.clear_autocast_cache()  # so that casts count which an autocast around all this holds
-    with metered(device, known) as meter:
+    with metered(device, step.there_before()) as meter:
         watch = _Watch(step.model, blocks, meter, device)
         with watch.entered():
             begin = clock.mark()

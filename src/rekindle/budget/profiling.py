@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rekindle.budget.agreement import agreed
 from rekindle.budget.alone import Lone
@@ -81,7 +81,7 @@ def measure(
     blocks = blocks_of(model)
     _refuse_scripts(blocks)
     static = static_bytes(model, optimizer, device, step.tensors())
-    with repeatable(step), metered_as_a_whole(device, _known(step)) as whole:
+    with repeatable(step), metered_as_a_whole(device, step.there_before()) as whole:
         tell("outline")
         seen = outline(step, blocks, device, bench.clock, partial(_key, blocks, traits_of(blocks)))
         if not seen.order:
@@ -132,12 +132,6 @@ def _refuse_scripts(blocks: dict[str, nn.Module]) -> None:
                 "saves from one call to the next, so there is no plan for it. Plan and train the "
                 "model as it is before it is scripted."
             )
-
-
-def _known(step: Step) -> list[Tensor]:
-    """What is on the device before a step: the model, its gradients, the batch."""
-    known: list[Tensor] = [*step.model.parameters(), *step.model.buffers(), *step.tensors()]
-    return known + [p.grad for p in step.model.parameters() if p.grad is not None]
 
 
 def _passed(seen: list[int], blocks: list[BlockProfile]) -> tuple[int, ...]:

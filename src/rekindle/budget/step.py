@@ -98,10 +98,12 @@ class Step:
             self()
         finally:
             self._gathering = None
-        for key, gradient in self._gradients().items():
+        made = self._gradients()
+        for key, gradient in made.items():
             if gradient is not None and key not in gathering:
                 gathering.add(key, gradient)
-        return gathering.read()
+        found = gathering.read()
+        return {key: found[key] for key in made if key in found}
 
     def see_gradient(self, name: str, gradient: Tensor) -> None:
         """A gradient of the model's is there, and is about to be let go of."""
@@ -154,6 +156,11 @@ class Step:
         """What the batch consists of."""
         leaves = tree_leaves((self.call.args, self.call.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def there_before(self) -> list[Tensor]:
+        """Tensors that are there before it runs: the model, the batch, and gradients so far."""
+        gradients = [gradient for gradient in self._gradients().values() if gradient is not None]
+        return [*self.model.parameters(), *self.model.buffers(), *self.tensors(), *gradients]
 
     def shapes(self) -> str:
         """The batch in words, by which it is known again."""

@@ -41,12 +41,9 @@ def try_out(step: Step, plan: Plan, measured: Profile, *, with_gradients: bool =
         with rewound(model):
             for _ in range(_LEARNING if plan.offloads else 1):
                 step()
-        known = [*model.parameters(), *model.buffers()]
-        known += [p.grad for p in model.parameters() if p.grad is not None]
-        known += step.tensors()
         torch.clear_autocast_cache()  # so that casts count which an autocast around `fit` holds
         gradients = None
-        with metered(device, known) as meter:
+        with metered(device, step.there_before()) as meter:
             meter.reset()
             if with_gradients:
                 gradients = step.fingerprints()
