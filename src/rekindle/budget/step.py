@@ -70,8 +70,10 @@ class Step:
             for leaf in self._others:
                 leaf.grad = None
         loss.backward()
+        # The memory of a scalar may be larger: `mse_loss` leaves it in that of all its elements.
+        self.output_held = max(bytes_of([loss]) - loss.nbytes, 0)
         if self._given_loss is not None:
-            self.output_held = self._bytes_made(out)
+            self.output_held += self._bytes_made(out)
 
     @contextmanager
     def leaving_no_gradients(self) -> Iterator[None]:
