@@ -122,7 +122,7 @@ def _build(kind: str, config: str, dtype: torch.dtype, lora: bool = False, **siz
         import transformers  # noqa: PLC0415
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        made = getattr(transformers, config)(**sizes)
+        made = getattr(transformers, config)(**sizes, use_cache=False)
         with torch.device(device):
             model = getattr(transformers, kind)(made).to(dtype)
         return _with_lora(model) if lora else model

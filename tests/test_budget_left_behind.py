@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
+from rekindle.budget import fitting
 from rekindle.budget.memory import LiveBytes
 from rekindle.budget.together import SLACK
 from tests.toys import Block, Stack
@@ -399,8 +400,6 @@ def test_scripting_a_model_that_has_a_strategy_says_to_remove_it_first(what: Any
 def test_two_threads_that_call_a_model_with_more_plan_it_again_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from rekindle.budget import fitting  # noqa: PLC0415
-
     model = Stack(3, 16)
     rekindle.fit(model, lambda: model(torch.randn(32, 16)).square().mean(), "80%")
     plans = []
@@ -441,3 +440,39 @@ def test_a_model_that_two_threads_train_is_not_planned_again_in_the_middle_of_a_
     assert "several threads train it" in caplog.text
     assert rekindle.plan_of(model) == plan
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_plan_that_runs_out_of_memory_when_it_is_tried_gives_way_to_a_smaller_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batch = gpt2()
+    profile = rekindle.profile(model, batch)
+    aimed = []
+    try_out = fitting.try_out
+
+    def first_fails(step: Any, plan: rekindle.Plan, *args: Any, **options: Any) -> Any:
+        aimed.append(plan.predicted_peak)
+        if len(aimed) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return try_out(step, plan, *args, **options)
+
+    monkeypatch.setattr(fitting, "try_out", first_fails)
+    plan = rekindle.fit(model, batch, "80%", profile=profile)
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget
+    assert len(aimed) == 2
+    assert aimed[1] < aimed[0]
+    rekindle.remove(model)
+
+
+def test_a_device_that_has_no_room_for_any_plan_is_a_budget_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(fitting, "try_out", fails)
+    model, batch = gpt2()
+    with pytest.raises(rekindle.BudgetError, match="out of memory"):
+        rekindle.fit(model, batch, "80%")
+    assert rekindle.plan_of(model) is None

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rekindle.budget import profiling
-from rekindle.budget.agreement import agreed, highest
+from rekindle.budget.agreement import agreed, has_others, highest
 from rekindle.budget.fingerprints import Fingerprints
 from rekindle.budget.plan import Plan
 from rekindle.budget.planning import (
@@ -24,7 +24,7 @@ from rekindle.budget.progress import tell
 from rekindle.budget.shapes import elements
 from rekindle.budget.standing import Fitting, Verify, keep_fitted, plan_of
 from rekindle.budget.step import Call, Step
-from rekindle.budget.trial import try_out
+from rekindle.budget.trial import Trial, try_out
 from rekindle.budget.values import Profile
 from rekindle.budget.verifying import GradientError, verify_gradients
 from rekindle.budget.warning import warn_at_caller
@@ -96,7 +96,9 @@ def _tried_as_it_is(step: Step, limit: int, measured: Profile) -> Plan | None:
         return None
     tell("as it is")
     plan = plan_by(measured, limit, plain_options(measured), prediction, 0.0)
-    trial = try_out(step, plan, measured)
+    trial = _tried_out(step, plan, measured, with_gradients=False)
+    if trial is None:
+        return None
     peak = highest(trial.peak, _device(step))
     return replace(plan.measured(peak, trial.seconds), plain_peak=peak, plain_time=trial.seconds)
 
@@ -216,16 +218,38 @@ def _within(step: Step, limit: int, measured: Profile, verify: Verify) -> _Tried
         compares = verify == "gradients" or (
             verify == "auto" and plan.predicted_time <= AFFORDABLE_SECONDS
         )
-        trial = try_out(step, plan, measured, with_gradients=compares)
+        trial = _tried_out(step, plan, measured, with_gradients=compares)
+        if trial is None:
+            aim = min(aim, plan.predicted_peak)
+            aim -= max((aim - measured.static_bytes) // 10, 1)
+            peak = limit + 1
+            _log.info("the step runs out of memory: planning again for %s", format_bytes(aim))
+            continue
         peak = highest(trial.peak, _device(step))
         if peak <= limit:
             return plan.measured(peak, trial.seconds), trial.gradients
         _log.info("the step peaks at %s: planning again", format_bytes(peak))
         aim -= peak - limit + max(limit // 200, 1)
+    found = f"measured at {format_bytes(peak)}" if peak > limit + 1 else "out of memory"
     raise BudgetError(
-        f"Plans for {format_bytes(limit)} were measured at {format_bytes(peak)}, more than was "
-        "predicted. Try a larger budget."
+        f"Plans for {format_bytes(limit)} were {found}, more than was predicted. Try a larger "
+        "budget, or free what else is on the device."
     )
+
+
+def _tried_out(step: Step, plan: Plan, measured: Profile, *, with_gradients: bool) -> Trial | None:
+    """Try a plan out; None if the device runs out of memory on the way.
+
+    Several ranks raise: the others would wait for one that does not run its step.
+    """
+    try:
+        return try_out(step, plan, measured, with_gradients=with_gradients)
+    except torch.OutOfMemoryError:
+        if has_others():
+            raise
+    if _device(step).type == "cuda":
+        torch.cuda.empty_cache()
+    return None
 
 
 def _for_budget(plan: Plan, limit: int) -> Plan:
