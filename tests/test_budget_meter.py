@@ -1,7 +1,10 @@
 """What budgets count on a CPU, and what docs/budget.md says that they do not."""
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import rrelu
 
 import rekindle
-from rekindle.budget.memory import metered
+from rekindle.budget.memory import LiveBytes, metered, metered_as_a_whole
 from rekindle.replay import rng as random_state
 
 CPU = torch.device("cpu")
@@ -66,3 +69,52 @@ def test_a_region_that_does_not_preserve_the_random_state_holds_none(states: lis
     x = torch.ones(4, 64, requires_grad=True)
     rekindle.checkpoint(rrelu, x, preserve_rng_state=False).sum().backward()
     assert states == []
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Objects go when nothing holds them, and cycles stay."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_a_part_does_not_miss_what_was_there_before_it() -> None:
+    with metered_as_a_whole(CPU) as whole:
+        before = [torch.ones(4, 64)]
+        with metered(CPU) as part:
+            x = torch.ones(4, 64)
+            assert (part.now(), whole.now()) == (SIZE, 2 * SIZE)
+            before.clear()
+            assert (part.now(), whole.now()) == (SIZE, SIZE)
+            del x
+        assert (part.peak(), whole.peak()) == (SIZE, 2 * SIZE)
+
+
+def test_a_part_does_not_count_what_was_there_before_it_when_an_op_returns_it() -> None:
+    with metered_as_a_whole(CPU) as whole:
+        before = torch.ones(4, 64)
+        with metered(CPU) as part:
+            before.view(-1).add_(1)
+            assert (part.peak(), whole.peak()) == (0, SIZE)
+
+
+def test_what_is_made_at_the_address_of_what_was_known_counts() -> None:
+    known = torch.ones(4, 64)
+    with LiveBytes([known]) as live:
+        del known
+        made = [torch.ones(4, 64) for _ in range(100)]
+        assert live.now() == len(made) * SIZE
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_meter_that_is_over_is_held_by_nothing_that_it_has_seen() -> None:
+    known = torch.ones(4, 64)
+    with LiveBytes([known]) as live:
+        seen = torch.ones(4, 64)
+    gone = ref(live), ref(known.untyped_storage())
+    del live, known
+    assert [each() for each in gone] == [None, None]
+    del seen

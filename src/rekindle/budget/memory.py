@@ -75,26 +75,21 @@ class _WholeCudaMeter(_CudaMeter):
         return self._highest
 
 
-class LiveBytes(TorchDispatchMode):
-    """Sees every op, and adds up the storages that ops made and that are alive, each once.
+class _Tally:
+    """Bytes of storages that were seen since it began and are alive.
 
-    Memory that no op returns is not seen: scratch inside an op, random states that regions hold,
-    what Python objects take. docs/budget.md says how much that is.
+    What was there before is not counted, and so is not missed when it goes: the garbage collector
+    may come at any time, and a measurement does not depend on when.
     """
 
-    supports_higher_order_operators = True
-
-    def __init__(self, not_counted: Iterable[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, before: Iterable[int], known: Iterable[Tensor]) -> None:
         self._now = self._peak = 0
-        self.resets = False
-        self.windows: list[_Window] = []
-        storages = (storage for tensor in not_counted for storage in storages_of(tensor))
-        self._sizes = {storage._cdata: 0 for storage in storages}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
+        self._sizes: dict[int, int] = {}
+        """Of storages, by their addresses."""
+        self._known = [storage for tensor in known for storage in storages_of(tensor)]
+        """Held, so that no other storage gets their addresses."""
+        self._before = {*before, *(storage._cdata for storage in self._known)}
+        self._resets = False
 
     def now(self) -> int:
         return self._now
@@ -106,36 +101,95 @@ class LiveBytes(TorchDispatchMode):
         self._peak = self._now
 
     def reset_soon(self) -> None:
-        self.resets = True
+        self._resets = True
+
+    def begin_op(self) -> None:
+        """An op is about to run: what was being freed is gone."""
+        if self._resets:
+            self._resets = False
+            self.reset()
+
+    def add(self, address: int, nbytes: int) -> None:
+        """A storage was seen for the first time."""
+        if address not in self._before:
+            self._sizes[address] = nbytes
+            self._now += nbytes
+            self._peak = max(self._peak, self._now)
+
+    def drop(self, address: int) -> None:
+        """A storage is gone; there may be another at its address from now on."""
+        self._before.discard(address)
+        self._now -= self._sizes.pop(address, 0)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Sees every op, and adds up the storages that ops made and that are alive, each once.
+
+    Memory that no op returns is not seen: scratch inside an op, random states that regions hold,
+    what Python objects take. docs/budget.md says how much that is.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, not_counted: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._own = _Tally((), not_counted)
+        self._tallies = [self._own]
+        self._alive: set[int] = set()
+        """Addresses of storages that were seen."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def now(self) -> int:
+        return self._own.now()
+
+    def peak(self) -> int:
+        return self._own.peak()
+
+    def reset(self) -> None:
+        self._own.reset()
+
+    def reset_soon(self) -> None:
+        self._own.reset_soon()
+
+    @contextmanager
+    def window(self, not_counted: Iterable[Tensor] = ()) -> Iterator[Meter]:
+        """A meter over what runs inside, as another `LiveBytes` would be."""
+        tally = _Tally(self._alive, not_counted)
+        self._tallies.append(tally)
+        try:
+            yield tally
+        finally:
+            self._tallies.remove(tally)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        meters: list[LiveBytes | _Window] = [self, *self.windows]
-        for meter in meters:
-            if meter.resets:
-                meter.resets = False
-                meter.reset()
+        for tally in self._tallies:
+            tally.begin_op()
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._count(leaf)
+                self._see(leaf)
         return result
 
-    def _count(self, tensor: Tensor) -> None:
+    def _see(self, tensor: Tensor) -> None:
         for storage in storages_of(tensor):
             address = storage._cdata
-            if address in self._sizes:
+            if address in self._alive:
                 continue
-            self._sizes[address] = storage.nbytes()
-            self._now += storage.nbytes()
-            self._peak = max(self._peak, self._now)
-            for window in self.windows:
-                window.highest = max(window.highest, self._now)
-            weakref.finalize(storage, self._discount, address)
+            self._alive.add(address)
+            for tally in self._tallies:
+                tally.add(address, storage.nbytes())
+            weakref.finalize(storage, _forget, weakref.ref(self), address)
 
-    def _discount(self, address: int) -> None:
-        self._now -= self._sizes.pop(address)
+    def forget(self, address: int) -> None:
+        """A storage is gone."""
+        self._alive.remove(address)
+        for tally in self._tallies:
+            tally.drop(address)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -154,25 +208,11 @@ class LiveBytes(TorchDispatchMode):
             self.__enter__()
 
 
-class _Window:
-    """A meter over a part of what another one sees."""
-
-    def __init__(self, live: LiveBytes) -> None:
-        self._live = live
-        self._start = self.highest = live.now()
-        self.resets = False
-
-    def now(self) -> int:
-        return self._live.now() - self._start
-
-    def peak(self) -> int:
-        return self.highest - self._start
-
-    def reset(self) -> None:
-        self.highest = self._live.now()
-
-    def reset_soon(self) -> None:
-        self.resets = True
+def _forget(meter: "weakref.ref[LiveBytes]", address: int) -> None:
+    """A storage may outlive a meter that has seen it, and does not hold it."""
+    live = meter()
+    if live is not None:
+        live.forget(address)
 
 
 _whole: "ContextVar[LiveBytes | _WholeCudaMeter | None]" = ContextVar("whole", default=None)
@@ -206,12 +246,8 @@ def metered(device: torch.device, known: Iterable[Tensor] = ()) -> Iterator[Mete
         with LiveBytes(known) as live:
             yield live
         return
-    window = _Window(whole)
-    whole.windows.append(window)
-    try:
+    with whole.window(known) as window:
         yield window
-    finally:
-        whole.windows.remove(window)
 
 
 @contextmanager
