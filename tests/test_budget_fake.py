@@ -1,5 +1,6 @@
 """Profiles without an accelerator and without memory: the bytes of a measured one, known times."""
 
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -224,6 +225,19 @@ def test_times_are_the_same_every_time() -> None:
     model, batch = that_learns()
     profiles = [rekindle.profile(model, batch, device="meta", like="A100-80GB") for _ in range(2)]
     assert profiles[0] == profiles[1]
+
+
+def test_a_profile_does_not_depend_on_when_the_garbage_collector_comes() -> None:
+    model, batch = that_learns()
+    thresholds = gc.get_threshold()
+    found = []
+    try:
+        for threshold in (0, 40, 700):  # never, after each few objects, and as usual
+            gc.set_threshold(threshold)
+            found.append(rekindle.profile(model, batch, device="meta", like="A100-80GB"))
+    finally:
+        gc.set_threshold(*thresholds)
+    assert found[0] == found[1] == found[2]
 
 
 EVEN = Device(

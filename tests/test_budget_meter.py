@@ -8,11 +8,12 @@ from weakref import ref
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import rrelu
 
 import rekindle
 from rekindle.budget.memory import LiveBytes, metered, metered_as_a_whole
+from rekindle.budget.step import shapes_of
 from rekindle.replay import rng as random_state
 
 CPU = torch.device("cpu")
@@ -118,3 +119,14 @@ def test_a_meter_that_is_over_is_held_by_nothing_that_it_has_seen() -> None:
     del live, known
     assert [each() for each in gone] == [None, None]
     del seen
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("wraps", [None, list, nn.utils.rnn.PackedSequence])
+def test_a_batch_in_words_holds_none_of_its_tensors(wraps: Any) -> None:
+    x = torch.ones(4)
+    batch = x if wraps is None else wraps((x,)) if wraps is list else wraps(x, torch.ones(4).long())
+    assert "float32[4]" in str(shapes_of(batch))
+    gone = ref(x)
+    del x, batch
+    assert gone() is None

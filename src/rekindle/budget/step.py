@@ -210,7 +210,10 @@ def shapes_of(tree: Any) -> Any:
         return {key: shapes_of(item) for key, item in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(map(shapes_of, tree))
-    leaves, spec = tree_flatten(tree, is_leaf=lambda node: node is not tree)
+    # Asked of the tree, then of its parts. A closure over the tree would hold it, with the graphs
+    # behind its tensors, until the garbage collector comes: what flattens is a cycle.
+    are_leaves = iter([False])
+    leaves, spec = tree_flatten(tree, is_leaf=lambda _: next(are_leaves, True))
     if spec.is_leaf():
         return shape_of(tree)
     return (type(tree).__name__, *map(shapes_of, leaves))
