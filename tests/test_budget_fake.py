@@ -86,6 +86,21 @@ def recurrent() -> Case:
     return nn.Sequential(*(Recurrent() for _ in range(2))), torch.randn(4, 2, 16)
 
 
+class Shifted(nn.Module):
+    """Its gradients are views of others: one that it shares, and one number for all places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.repeated = (nn.Parameter(torch.randn(64, 16)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.shared).exp() + self.shared + self.repeated.sum()
+
+
+def shifted() -> Case:
+    return nn.Sequential(*(Shifted() for _ in range(2))), torch.randn(64, 16)
+
+
 EVERY = {
     **CASES,
     **{
@@ -98,6 +113,7 @@ EVERY = {
             torch_encoder,
             frozen_in_half,
             recurrent,
+            shifted,
         )
     },
 }

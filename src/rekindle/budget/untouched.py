@@ -98,8 +98,8 @@ def _buffers_put_back(model: nn.Module) -> Iterator[None]:
 def _gradients_put_back(model: nn.Module, on_gradient: OnGradient | None) -> Iterator[None]:
     """Gradients that a step makes are let go of as soon as they are there.
 
-    So measuring needs no second set of them. Where that takes no memory there is one all the same,
-    and so on ranks that reduce theirs: what reduces them looks for them later.
+    So measuring needs no second set of them. On ranks that reduce theirs there is one all the same:
+    what reduces them looks for them later.
     """
     before = {name: (p, p.grad) for name, p in model.named_parameters()}
     with ExitStack() as stack:
@@ -107,7 +107,7 @@ def _gradients_put_back(model: nn.Module, on_gradient: OnGradient | None) -> Ite
         for name, (parameter, _) in before.items():
             if not parameter.requires_grad:
                 parameter.grad = None
-            elif has_others() or has_no_memory(parameter):
+            elif has_others():
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 parameter.grad = None
