@@ -212,7 +212,9 @@ def _learning(out: Any) -> list[Tensor]:
 class _Rest:
     """The rest of the step, for a block that is run alone: where its gradients come from.
 
-    It holds none of the block's output, so that this goes as soon as the block lets go of it.
+    It holds none of the block's output, so that this goes as soon as the block lets go of it. Its
+    end stands for the loss, which a step holds with its gradient while it runs backward: both are
+    numbers in float32, and count.
     """
 
     def __init__(self, outs: list[Tensor]) -> None:
