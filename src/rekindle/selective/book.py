@@ -4,6 +4,7 @@ Tensors are known by their identity, and as long as they have the memory they ha
 changes in place, or exchanges, gets another value, and what was held of it is copied before.
 """
 
+from collections.abc import Iterable
 from typing import Any
 from weakref import ref
 
@@ -30,6 +31,9 @@ class Book:
         """The value of each tensor that lives, by the tensor's id, with its address."""
         self._held: dict[int, list[tuple[ref[Value], ref[Tensor]]]] = {}
         """Values that are held, by storage: copied before the storage changes."""
+        self.unwritten: dict[int, tuple[ref[Tensor], Any]] = {}
+        """Memory that may not be filled yet, by the tensor's id, with the op that made it: Note
+        [When unwritten memory is held]."""
         self.fresh: list[tuple[Tensor, Value, Any, Hooks | None, bool]] = []
         """What the last op made and is to be held: autograd has not marked it yet."""
         self._later: list[tuple[Tensor, ref[Value], Any, Hooks]] = []
@@ -54,7 +58,9 @@ class Book:
             if parameter is not None:
                 return self._cast_of(parameter, tensor)
             value = Value(None)
-            if _may_be_a_buffer(tensor):
+            if self.is_unwritten(tensor):
+                self.hold(tensor, value, self.unwritten.pop(id(tensor))[1])
+            elif _may_be_a_buffer(tensor):
                 value.hold(Held(copy_of(tensor), None, self._hooks))
                 self.enter(tensor, value)
             else:
@@ -70,6 +76,23 @@ class Book:
         call.outs.append(ref(value))
         self.enter(cast, value)
         return value
+
+    def leave_unwritten(self, tensors: Iterable[Tensor], maker: Any) -> None:
+        """An op made memory that is yet to be filled, or views of such memory.
+
+        Note [When unwritten memory is held]. Hooks around the region may copy what they are given,
+        or begin to, and an op or a kernel that no dispatcher sees may fill the memory long after it
+        was made. So it is held, and handed to the hooks, when an op uses it or autograd saves it.
+        The op that autograd saves it for may be the one that fills it, as `rrelu` does its noise:
+        hooks that copy have to wait until that op has returned.
+        """
+        for tensor in tensors:
+            self.unwritten[id(tensor)] = ref(tensor), maker
+
+    def is_unwritten(self, tensor: Any) -> bool:
+        """Whether a tensor shows memory that was made to be filled, and nothing has used it yet."""
+        found = self.unwritten.get(id(tensor))
+        return found is not None and found[0]() is tensor
 
     def is_fixed(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter, or parameters alone decide it."""
@@ -164,6 +187,7 @@ class Book:
         later, self._later = self._later, []
         self.just_saved.clear()
         self._known.clear()
+        self.unwritten.clear()
         self._held.clear()
         value: Value | None = None
         for _, weak, _, _ in later:
@@ -210,6 +234,10 @@ class Book:
             tensor_now = known[0]()
             if tensor_now is None or _storage(tensor_now) in keys:
                 del self._known[number]
+        for number, unwritten in list(self.unwritten.items()):
+            tensor_now = unwritten[0]()
+            if tensor_now is None or _storage(tensor_now) in keys:
+                del self.unwritten[number]
 
 
 def _address(tensor: Tensor) -> int:

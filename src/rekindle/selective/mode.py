@@ -269,6 +269,9 @@ class RecordMode(TorchDispatchMode):
         elif fate is None or op.keeps_inputs:
             fate = self._ask(op, out, args, kwargs)
         tensors = (out,) if isinstance(out, Tensor) else tensors_of(out)
+        if op.kind is _VIEW and book.unwritten and args and book.is_unwritten(args[0]):
+            book.leave_unwritten(tensors, op.func)
+            return
         if fate is Fate.KEEP and op.kind is not _VIEW:  # how it was made is of no interest
             for tensor in tensors:
                 book.hold_soon(tensor, Value(None), op.func, self._hooks)
@@ -308,7 +311,9 @@ class RecordMode(TorchDispatchMode):
         out = func(*args, **kwargs)
         if changed:
             _blindly(book.has_changed, changed, keys)
-        if kind is not Kind.CHANGES:
+        if kind is Kind.LOOSE or kind is _FILLED:
+            book.leave_unwritten(tensors_of(out), func)
+        elif kind is not Kind.CHANGES:
             for tensor in tensors_of(out):
                 _blindly(book.hold, tensor, Value(None), func)
         return out
