@@ -142,6 +142,29 @@ def test_cleanup_in_a_region_runs_when_a_replay_stops() -> None:
     assert cleaned == [False, True]
 
 
+@pytest.mark.parametrize("last", [Tensor.exp, Tensor.cos], ids=["as it ends", "before its end"])
+def test_a_replay_that_stops_in_a_region_under_a_policy_leaves_the_hooks_around_alone(
+    last: Callable[[Tensor], Tensor],
+) -> None:
+    x = leaf(3)
+    packed: list[Tensor] = []
+
+    def plain(x: Tensor) -> Tensor:
+        return last(x.sin() * 2)
+
+    def nested(x: Tensor) -> Tensor:
+        out: Tensor = rekindle.checkpoint(plain, x, context_fn=rekindle.policies.keep())
+        return out
+
+    out = rekindle.checkpoint(nested, x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        packed.clear()
+        x.exp()
+    assert len(packed) == 1
+    assert torch.equal(grad, torch.autograd.grad(plain(x).sum(), x)[0])
+
+
 # What is written after it is saved
 
 

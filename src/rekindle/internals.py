@@ -208,12 +208,31 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
 
 
 def pop_hooks_to(top: Any) -> None:
-    """Pop saved-tensor hooks until those are on top that `top_hooks` gave before."""
+    """Pop saved-tensor hooks until those are on top that `top_hooks` gave before, or a stand-in."""
     while True:
         now = top_hooks(False)
-        if now is None or (top is not None and now[0] is top[0] and now[1] is top[1]):
+        if now is None or _are_same_hooks(now, top):
             return
         pop_hooks()
+
+
+def _are_same_hooks(now: Any, top: Any) -> bool:
+    if isinstance(now[0], StandInHook):
+        now = now[0].stands_for
+    return None not in (now, top) and now[0] is top[0] and now[1] is top[1]
+
+
+class StandInHook:
+    """A hook that hands on what it is given, in the place of the hooks that are on top now.
+
+    Those are not found on the stack any more, and whoever pops to them stops here.
+    """
+
+    def __init__(self) -> None:
+        self.stands_for = top_hooks(False)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
 
 
 def torch_function_disabled() -> AbstractContextManager[Any]:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.errors import CheckpointError
-from rekindle.internals import PROXY, entered_mode, pop_hooks, push_hooks
+from rekindle.internals import PROXY, StandInHook, entered_mode, pop_hooks, push_hooks
 from rekindle.replay.inputs import PACKING
 from rekindle.replay.sites import RawSite, library, record
 from rekindle.replay.slots import Slot, filled
@@ -214,8 +214,8 @@ def is_worth_stopping(shapes: Sequence[torch.Size]) -> bool:
 def _stop(found: Collected) -> NoReturn:
     """End the replay; what its code still runs on the way out is nobody's."""
     found.stopped = True
-    let_pass = functools.partial(Tensor.detach)
-    swap: tuple[Callable[[], None], ...] = pop_hooks, functools.partial(push_hooks, let_pass, _same)
+    push = functools.partial(push_hooks, StandInHook(), _same)
+    swap: tuple[Callable[[], None], ...] = pop_hooks, push
     tuple(map(operator.call, swap))  # Note [In one call]
     raise Stop
 
