@@ -47,6 +47,9 @@ keep_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that is running on this thread, or -1. No public form."""
 
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node whose backward runs on this thread, or None. No public form."""
+
 exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
 """The exec group that is entered, also on autograd's own threads. No public form."""
 

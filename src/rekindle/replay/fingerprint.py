@@ -4,6 +4,11 @@ Of each activation the forward keeps a checksum of its bits that knows their ord
 few elements, on its own device and without waiting for it; the replay is compared in one go, with
 one wait. An activation is looked at once the op that saved it has ended, because an op may still
 write to what it saves (`Note [When a replay may stop]` in collect.py).
+
+Note [What nothing writes nor reads]. Some ops save memory that in one of their modes nothing fills,
+and their backward does not read: `rrelu` its noise, in eval. Its content is whatever was there
+before. Only the node that saved it tells, and that is known when the node asks for it. So where all
+that differs may be such memory, the error waits until a node asks for it that reads it.
 """
 
 import os
@@ -13,18 +18,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rekindle.internals import past_modes, without_grad
+from rekindle.internals import current_node, past_modes, saved_by, version_of, without_grad
 from rekindle.replay import mismatch
 from rekindle.replay.sites import RawSite
 from rekindle.replay.trace import describe
 
 if TYPE_CHECKING:
+    from rekindle.replay.collect import Collected
     from rekindle.replay.frame import Frame
+    from rekindle.replay.slots import Slot
 
 _SAMPLES = 64
 _CHUNK = 1 << 22
 _RNN = os.path.join("torch", "nn", "modules", "rnn.py")
 """RNN kernels save a workspace of bytes, with gaps that nobody writes to."""
+_UNREAD = {"RreluWithNoiseBackward": ("noise", "training")}
+"""By a node's name without its number: what it saves, and the flag without which it is not read.
+Note [What nothing writes nor reads]."""
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -129,8 +139,12 @@ class Fingerprints:
     def compare(self, position: int, x: Tensor, site: RawSite) -> None:
         self._replay.add(position, x, site)
 
-    def check(self, frame: "Frame") -> None:
-        """Raise if anything that the replay gave back has other content than it had in forward."""
+    def check(self, frame: "Frame", found: "Collected") -> list[Drift]:
+        """Raise if anything that the replay gave back has other content than it had in forward.
+
+        If all that has may be memory that nothing reads, it is returned instead: Note [What nothing
+        writes nor reads].
+        """
         self._replay.close()
         replayed, self._replay = self._replay.taken, _Recorder()
         pairs = [
@@ -142,14 +156,28 @@ class Fingerprints:
             and (before := self._forward.taken.get(position)) is not None
         ]
         if not pairs:
-            return
+            return []
         equal = [a.checksum == b.checksum for _, a, b in pairs]
         if len({e.device for e in equal}) > 1:
             equal = [e.cpu() for e in equal]
         same = torch.stack(equal).tolist()
         drifts = [_drift(*pair) for pair, equal in zip(pairs, same, strict=True) if not equal]
-        if drifts:
+        if not all(_may_be_unwritten(found, drift.position) for drift in drifts):
             raise mismatch.drifted(frame, drifts)
+        return drifts
+
+
+def _may_be_unwritten(found: "Collected", position: int) -> bool:
+    return not found.is_old(position) and version_of(found.tensors[position]) == 0
+
+
+def is_read(slot: "Slot") -> bool:
+    """Whether the node that asks for a slot reads it: Note [What nothing writes nor reads]."""
+    node = current_node()
+    if node is None:
+        return True
+    name, flag = _UNREAD.get(node.name().rstrip("0123456789"), ("", ""))
+    return not name or saved_by(node, name) is not slot or getattr(node, f"_saved_{flag}")
 
 
 def _drift(position: int, before: Fingerprint, after: Fingerprint) -> Drift:

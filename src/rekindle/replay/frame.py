@@ -62,7 +62,7 @@ from rekindle.replay.collect import (
     collect,
     is_worth_stopping,
 )
-from rekindle.replay.fingerprint import Fingerprints
+from rekindle.replay.fingerprint import Drift, Fingerprints, is_read
 from rekindle.replay.generators import DrawWatch
 from rekindle.replay.inputs import Inputs
 from rekindle.replay.modules import ModuleState
@@ -99,7 +99,7 @@ class Frame:
     """Whether all that the region made leads to one tensor."""
     looking = False
     """Whether somebody wants to see what is saved."""
-    away: "WeakKeyDictionary[Slot, Tensor | _Spoiled] | None" = None
+    away: "WeakKeyDictionary[Slot, Tensor | _Spoiled | _Drifted] | None" = None
     """Activations to be given away when they are asked for; spoiled ones are among them."""
     path: "tuple[str, ref[Any]] | None" = None
     """Path and module around the forward, if anybody wanted to know."""
@@ -220,10 +220,15 @@ class Frame:
             self.empty()
         if isinstance(value, _Spoiled):
             raise mismatch.changed_in_place(self, *value)
+        if isinstance(value, _Drifted):
+            if is_read(slot):
+                self.empty()
+                raise mismatch.drifted(self, value.drifts)
+            value = value.tensor
         assert value is not None, "a replay fills every slot that lives"
         return value
 
-    def _taken(self, slot: Slot) -> "Tensor | _Spoiled | None":
+    def _taken(self, slot: Slot) -> "Tensor | _Spoiled | _Drifted | None":
         """What a replay left for a slot, if it did."""
         if not self.full:
             return None
@@ -412,14 +417,21 @@ class Frame:
         for position in range(len(tensors), len(slots)):
             if slots[position]() is not None:
                 raise mismatch.fewer_saved(self, len(tensors), position)
-        if self.values is not None:
-            self.values.check(self)
+        if self.values is None:
+            return
+        drifts = self.values.check(self, found)
+        for drift in drifts:
+            slot = slots[drift.position]()
+            if slot is not None:
+                with suppress(AttributeError):
+                    del slot.value
+                self._keep_for(slot, _Drifted(tensors[drift.position], drifts))
 
     def _stands_in(self) -> bool:
         """Whether the replay ran on copies of buffers: their versions begin anew."""
         return self.modules is not None and self.modules.has_stand_ins()
 
-    def _keep_for(self, slot: Slot, value: "Tensor | _Spoiled") -> None:
+    def _keep_for(self, slot: Slot, value: "Tensor | _Spoiled | _Drifted") -> None:
         if self.away is None:
             self.away = WeakKeyDictionary()
         self.away[slot] = value
@@ -470,6 +482,13 @@ class _Spoiled(NamedTuple):
     position: int
     expected: int
     version: int
+
+
+class _Drifted(NamedTuple):
+    """An activation with other content than in forward, which perhaps nothing reads."""
+
+    tensor: Tensor
+    drifts: list[Drift]
 
 
 def _reusable(context: Any) -> Any:
