@@ -11,7 +11,7 @@ from tests.programs import Chunks, Program, Region, Write, program_of
 from tests.programs import hunt as hunting
 from tests.programs.hunt import WAYS, Batch, Failure, Way, format_counts, format_failure, look_at
 from tests.programs.modes import MODES, Mode
-from tests.programs.steps import Step
+from tests.programs.steps import Block, Step
 
 
 def careless(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +42,29 @@ def test_programs_change_chunks_of_one_storage_in_place() -> None:
         return any(isinstance(step, Write) and step.operands[0] in chunks for step in steps)
 
     assert sum(changes_a_chunk(program_of(seed)) for seed in range(200)) > 40
+
+
+def test_programs_change_nothing_that_a_region_inside_hooks_that_copy_made() -> None:
+    """There the plain run accepts what autograd refuses without those hooks."""
+
+    def covered(body: tuple[Step, ...], copied: bool) -> list[Region]:
+        found = []
+        for step in body:
+            if isinstance(step, Region) and copied:
+                found.append(step)
+            is_copying = isinstance(step, Block) and step.context == "save_on_cpu()"
+            found += covered(getattr(step, "body", ()), copied or is_copying)
+        return found
+
+    seen = 0
+    for program in map(program_of, range(1500)):
+        for region in covered(program.body, copied=False):
+            seen += 1
+            writes = [step for step in steps_of(program.body) if isinstance(step, Write)]
+            inside = [step for step in steps_of(region.body) if isinstance(step, Write)]
+            assert not inside
+            assert not {write.operands[0] for write in writes} & set(region.outs)
+    assert seen > 20
 
 
 def test_programs_change_what_a_policy_region_returned_in_another_and_nowhere_else() -> None:

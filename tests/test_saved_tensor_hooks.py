@@ -271,3 +271,19 @@ def test_a_region_without_gradients_runs_where_hooks_are_disabled() -> None:
     x = torch.randn(3)
     with disable_saved_tensors_hooks("off"), torch.no_grad():
         assert same_bits(rekindle.checkpoint(three, x), three(x))
+
+
+def test_offload_inside_hooks_that_copy_refuses_a_change_as_autograd_does_without_them() -> None:
+    """The innermost hooks count: the copies outside are not made, and the change is noticed."""
+    x = torch.randn(4, 8, requires_grad=True)
+    with saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+        accepted = x.exp()
+        with rekindle.offload(tier="disk", quota=1.0, min_bytes=1):
+            refused = x.exp()
+    plain = x.exp()
+    for out in (accepted, refused, plain):
+        out.mul_(2.0)
+    accepted.sum().backward()
+    for out in (refused, plain):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()

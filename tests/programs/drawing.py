@@ -11,6 +11,8 @@ What is not drawn, because a region cannot do it and says so:
 - an in-place op on an argument of a region, in the region or after it (an error in replay);
 - an in-place op on what a region under a policy returned, but in another such region: nobody else
   is there to copy what the record needs before it is changed (an error that names the op);
+- an in-place op on what was made in a region inside hooks that copy: the plain run saves copies, so
+  it accepts a change that autograd refuses without those hooks, and with a region's in their place;
 - what depends on the grad mode inside a reentrant region: its forward runs without a graph;
 - containers, keywords and captured tensors with a reentrant region: their gradients are lost;
 - an in-place op on what a reentrant region returned: autograd refuses it if it is a view.
@@ -58,6 +60,8 @@ class _Scope:
     generator: bool = True
     recorded: bool = False
     """Whether the innermost region around runs under a policy."""
+    covered: bool = False
+    """Whether a region has its hooks in the place of such hooks."""
     writable: set[int] = field(default_factory=set)
     """Memory that was made here and that no region was given."""
     chunks: list[_Variable] = field(default_factory=list)
@@ -208,7 +212,7 @@ class _Drawing:
         mine = [v for v in given if v.memory in scope.writable]
         name = self.pick(WRITES)
         operands = self.operands(WRITES[name], mine, scope.variables)
-        if operands is None or (WRITES[name].late and scope.copied):
+        if operands is None or scope.covered or (WRITES[name].late and scope.copied):
             return None
         return Write(name, tuple([v.name for v in operands]), self.choices.number(1, 3))
 
@@ -241,12 +245,13 @@ class _Drawing:
             scope.copied,
             scope.generator and not reentrant and self.toss(),
             self.modes[mode].recorded,
+            scope.copied,
         )
         body = self.body(inner, max(most - 1, 1))
         scope.writable -= {v.memory for v in (*arguments, *captured)}
         results = list(dict.fromkeys(self.some(inner.variables[::-1], 3)))
         outs = [self.variable(v.shape, v.memory) for v in results]
-        if not reentrant and (scope.recorded or not inner.recorded):
+        if not (reentrant or inner.covered) and (scope.recorded or not inner.recorded):
             scope.writable |= {v.memory for v in results} & inner.writable
         scope.variables.extend(outs)
         return Region(
