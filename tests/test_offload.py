@@ -1,6 +1,7 @@
 """What `rekindle.offload` moves and what stays, through the disk tier, to the byte."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -314,10 +315,13 @@ def test_an_activation_that_has_come_back_is_not_let_go_when_a_slower_copy_is_ou
         lane = only_lane()
         slow, quick = [departure.copy._writing for departure in lane._leaving._queue]
         quick.wait()
-        one = saved_by(outs[1].grad_fn, "self").get()
+        saved = saved_by(outs[1].grad_fn, "self")
+        while not saved.activation.was_away:  # the thread lets go of it after it was written
+            time.sleep(0.001)
+        one = saved.get()
         may_go.set()
         slow.wait()
-        other = saved_by(outs[1].grad_fn, "self").get()
+        other = saved.get()
     assert one.data_ptr() == other.data_ptr()
     assert seen.spill.bytes_in == 64
     del first, rest
