@@ -313,6 +313,17 @@ def test_the_peak_of_a_step_is_the_plain_one_less_what_was_moved() -> None:
     assert peaks[3:] == [plain - 16 * x.nbytes] * 3
 
 
+def finish_backward() -> None:
+    """Wait until autograd's thread for the device has let go of the last backward.
+
+    It may do so a moment after the backward has returned, and of the results and the error only
+    after what was queued for the end of the backward, for which it needs Python's lock. It has done
+    all that before it begins with another backward.
+    """
+    (torch.zeros((), device="cuda", requires_grad=True) * 1.0).backward()
+    torch.cuda.synchronize()
+
+
 def test_no_activation_is_held_after_backward() -> None:
     x = torch.randn(MIB, device="cuda", requires_grad=True)
     offload = rekindle.offload(quota=1.0)
@@ -324,7 +335,7 @@ def test_no_activation_is_held_after_backward() -> None:
                 out = chain(x, 8)
             torch.autograd.grad(out.sum(), x)
             del out
-            torch.cuda.synchronize()
+            finish_backward()
             assert torch.cuda.memory_allocated() == before
     finally:
         gc.enable()
@@ -420,7 +431,7 @@ def test_an_exception_in_backward_leaves_nothing_on_the_device() -> None:
         with pytest.raises(ZeroDivisionError):
             out.sum().backward()
         del middle, out
-        torch.cuda.synchronize()
+        finish_backward()
         assert torch.cuda.memory_allocated() == before
 
 
