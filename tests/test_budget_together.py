@@ -72,6 +72,11 @@ def test_the_step_peaks_no_higher_than_one_with_every_block_recomputed() -> None
     assert simulate(profile, run).peak <= limit < simulate(profile, [FEW] * 4).peak
 
 
+def test_a_step_that_was_measured_says_how_high_it_may_peak() -> None:
+    profile = replace(profile_of(), recompute_peak=50)
+    assert told_together(Stack(4), profile, lambda: 100.0) == profile
+
+
 def test_too_few_blocks_to_tell_from_noise_are_not_run() -> None:
     profile = profile_of(
         BlockProfile("Block", "Block", (KEEP, replace(DROP, backward_peak=0), FEW))

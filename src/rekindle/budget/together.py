@@ -55,9 +55,13 @@ def _within_recompute_peak(profile: Profile) -> list[Option]:
     recomputed = [next(option for option in menu if option.fate == "recompute") for menu in menus]
     leanest = [_leanest(menu) for menu in menus]
     room = simulate(profile, recomputed).peak - profile.static_bytes
+    if profile.recompute_peak is not None:  # which was measured
+        room = min(room, profile.recompute_peak - profile.static_bytes)
     limit = profile.static_bytes + (1 + SLACK) * room
     first = 0  # a replay is on top of less where those that hold more come later
-    while simulate(profile, recomputed[:first] + leanest[first:]).peak > limit:
+    while first < len(menus) and (
+        simulate(profile, recomputed[:first] + leanest[first:]).peak > limit
+    ):
         first += 1
     return [] if 4 * first > 3 * len(menus) else recomputed[:first] + leanest[first:]
 
