@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rekindle
 from benchmarks.decoder import SHAPES, Decoder
 from rekindle.internals import storage_again, top_hooks
+from rekindle.offload.context import kept
 from rekindle.offload.derive import Derivation
 from rekindle.selective.by_save import Saves, derivable
-from tests.toys import same_bits
+from tests.toys import leaf, same_bits
 
 ALL = Saves(frozenset(range(1000)), frozenset())
 
@@ -377,3 +378,24 @@ def test_a_mode_around_the_backward_sees_what_is_made_again(x: Tensor) -> None:
 def test_it_prints_what_it_does() -> None:
     what = Saves(frozenset({3, 1}), frozenset({2}))
     assert repr(what) == "<recompute saves [1, 3], offload saves [2], keep the rest>"
+
+
+class OpsSeen(TorchDispatchMode):
+    """Notes the names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_kept_is_packed_past_the_modes_that_see_ops() -> None:
+    x = leaf(4)
+    with OpsSeen() as seen, kept():
+        out = x.exp()
+    assert seen.names == ["aten::exp"]
+    out.sum().backward()
+    assert torch.equal(x.grad, x.exp())

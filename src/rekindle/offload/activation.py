@@ -26,6 +26,8 @@ from rekindle.errors import RekindleError
 from rekindle.internals import (
     below_modes,
     grad_fn_of,
+    is_traced,
+    past_modes,
     storage_again,
     storage_users,
     version_of,
@@ -277,7 +279,7 @@ class Kept:
 
     def __init__(self, x: Tensor) -> None:
         # An output of the op that saves it would hold the op, and the op it: a cycle.
-        self.tensor = x if grad_fn_of(x) is None else x.detach()
+        self.tensor = x if grad_fn_of(x) is None else _alias(x)
         self.version = version_of(x)
 
     @property
@@ -297,6 +299,14 @@ class Kept:
     def at_hand(self) -> Tensor | None:
         """The tensor, as it is now."""
         return self.tensor.detach()
+
+
+def _alias(x: Tensor) -> Tensor:
+    """The tensor without its graph, made past any mode but one that makes a graph of what runs.
+
+    In a replay it stands for what the engine takes, and no mode sees what the engine does.
+    """
+    return x.detach() if is_traced() else past_modes(Tensor.detach, x)
 
 
 class Source(Protocol):
