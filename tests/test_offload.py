@@ -316,7 +316,8 @@ def test_an_activation_that_has_come_back_is_not_let_go_when_a_slower_copy_is_ou
         slow, quick = [departure.copy._writing for departure in lane._leaving._queue]
         quick.wait()
         saved = saved_by(outs[1].grad_fn, "self")
-        while not saved.activation.was_away:  # the thread lets go of it after it was written
+        activation = saved.activation  # which the thread lets go of some time after it was written
+        while not activation.was_away or activation.held_elsewhere() is not None:
             time.sleep(0.001)
         one = saved.get()
         may_go.set()
