@@ -350,7 +350,7 @@ def test_with_retain_graph_what_was_fetched_is_let_go_after_each_backward() -> N
     grads = []
     for _ in range(3):
         grads += torch.autograd.grad(out.sum(), x, retain_graph=True)
-        torch.cuda.synchronize()
+        finish_backward()
         assert torch.cuda.memory_allocated() == held + len(grads) * x.nbytes
     (expected,) = torch.autograd.grad(chain(x, 8).sum(), x)
     assert all(same_bits(grad, expected) for grad in grads)

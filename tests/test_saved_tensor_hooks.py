@@ -113,6 +113,24 @@ def test_a_region_under_save_on_cpu_trains_as_plain() -> None:
     assert_same_step(lambda: model(x * 1.0), step, [x, *model.parameters()])
 
 
+def test_an_argument_changed_before_the_call_is_right_under_hooks_that_copy() -> None:
+    weight, x = leaf(4, 4), leaf(4, 4)
+
+    def product(changed: Tensor) -> Tensor:
+        return changed @ weight + changed.mT @ weight
+
+    def step(run: Callable[..., Tensor]) -> Tensor:
+        changed = (x * 1.0).add_(1.0)  # at version 1; what comes back from the hooks is at 0
+        with Counting():
+            return run(product, changed)
+
+    assert_same_step(
+        lambda: step(lambda function, changed: function(changed)),
+        lambda: step(rekindle.checkpoint),
+        [x, weight],
+    )
+
+
 def test_retain_graph_asks_the_hooks_outside_once_per_replay() -> None:
     x = leaf(3)
     with Counting() as hooks:

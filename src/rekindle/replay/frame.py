@@ -277,6 +277,7 @@ class Frame:
             raise
         finally:
             found.tensors.clear()  # the replay's own graph leads back to this list
+            self.inputs.forget_replay()
         if graph_task_id() != -1:
             group = exec_group()
             if group is not None:
@@ -398,6 +399,8 @@ class Frame:
                     raise _TooHastyError
                 raise self._explain(position, x)
             version = found.copied.get(position, x._version)
+            if slot.version != version:
+                version = self.inputs.version_as_called(saved, version)
             if slot.version != version and (found.is_old(position) or not self._stands_in()):
                 self._keep_for(slot, _Spoiled(position, slot.version, version))
             elif give_away:

@@ -21,6 +21,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 from rekindle.internals import grad_enabled, set_grad_enabled, version_of
 from rekindle.replay.generators import PLAIN
+from rekindle.versions import counter_owner
 
 _Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -33,6 +34,7 @@ class Inputs:
         "_changed",
         "_hooks",
         "_kwargs",
+        "_shifts",
         "_simple",
         "_tensors",
         "_versions",
@@ -51,6 +53,8 @@ class Inputs:
         self._kwargs: Any = kwargs
         self._hooks: list[int] = []
         """How many hooks each tensor has when the forward has ended."""
+        self._shifts: list[tuple[Tensor, int]] = []
+        """Tensors that hooks gave back for this replay, and how far their versions are behind."""
         self._simple = hooks is None and not kwargs and self._all_simple(args)
         if not self._simple:
             self._tensors, self._versions, self._wanted = [], [], []
@@ -100,8 +104,21 @@ class Inputs:
         """The arguments as they were, containers new."""
         if self._simple and self._wanted == [tensor.requires_grad for tensor in self._tensors]:
             return self._args, self._kwargs
-        fresh = _Fresh(iter(self._wanted))
+        fresh = _Fresh(iter(self._wanted), iter(self._versions))
+        self._shifts = fresh.shifts
         return fresh.of(self._args), fresh.of(self._kwargs)
+
+    def version_as_called(self, tensor: Tensor, version: int) -> int:
+        """The version that what a replay saved would have, had it begun with the call's arguments.
+
+        Hooks that copy, as `save_on_cpu` does, give an argument back at version 0, whatever it was.
+        """
+        owner = counter_owner(tensor)
+        return version + next((shift for x, shift in self._shifts if x is owner), 0)
+
+    def forget_replay(self) -> None:
+        """Let go of the arguments that hooks gave back."""
+        self._shifts = []
 
     def take_off_hooks(self) -> None:
         """A hook that a region puts on an argument is there already: the replay's goes."""
@@ -191,8 +208,10 @@ def _rebuild(unflatten: Callable[[Any, Any], Any], context: Any, items: list[Any
 class _Fresh:
     """Puts held arguments together for a replay; what was one object in the call is one again."""
 
-    def __init__(self, wanted: Iterator[bool]) -> None:
+    def __init__(self, wanted: Iterator[bool], versions: Iterator[int]) -> None:
         self._wanted = wanted
+        self._versions = versions
+        self.shifts: list[tuple[Tensor, int]] = []
         self._done: dict[int, Any] = {}
 
     def of(self, value: Any) -> Any:
@@ -210,8 +229,13 @@ class _Fresh:
             return {key: self.of(item) for key, item in value.items()}
         if kind is _Container:
             return value.rebuild([self.of(item) for item in value.items])
-        if kind is _Packed:
+        given_back = kind is _Packed
+        if given_back:
             value = value.get()
-        if isinstance(value, Tensor) and value.requires_grad != next(self._wanted):
-            return value.detach().requires_grad_(not value.requires_grad)
+        if isinstance(value, Tensor):
+            version = next(self._versions)
+            if value.requires_grad != next(self._wanted):
+                value = value.detach().requires_grad_(not value.requires_grad)
+            if given_back and version != version_of(value) and version >= 0:
+                self.shifts.append((counter_owner(value), version - version_of(value)))
         return value
