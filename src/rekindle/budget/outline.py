@@ -8,7 +8,7 @@ has the step's memory to itself; and gradients are let go of as they come.
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -236,15 +236,17 @@ class _Gathering:
         self.passed: list[int] = []
         """Bytes that each block is given by the one before, and that nobody else holds."""
         self._key_of = key_of
+        self._given: list[weakref.ref[UntypedStorage]] = []
+        """The storages that the block which runs was given."""
         self._made: list[weakref.ref[UntypedStorage]] = []
-        """The storages that the last block gave out."""
+        """The storages that the last block gave out and was not given itself."""
         self._handed: list[tuple[weakref.ref[UntypedStorage], int]] | None = None
         """Storages that it was given by the one before, with their bytes; None before the first."""
 
     def before(self, path: str, _block: nn.Module, args: Any, kwargs: Any) -> Any:
         self._settle()
         self.order.append(path)
-        made = {storage_key(storage) for weak in self._made if (storage := weak()) is not None}
+        made = _keys(self._made)
         handed: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
 
         def copied(leaf: Any) -> Any:
@@ -258,6 +260,7 @@ class _Gathering:
 
         given: Call = tree_map(copied, (args, kwargs))
         self._handed = list(handed.values())
+        self._given = _weak_storages(given)
         if path not in self.keys:
             around = ambient.take()
             key = self.keys[path] = self._key_of(path, given, around)
@@ -267,8 +270,9 @@ class _Gathering:
         return given
 
     def after(self, _block: nn.Module, _args: Any, out: Any) -> None:
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self._made = [weakref.ref(storage) for leaf in made for storage in storages_of(leaf)]
+        # What is handed through is copied once: a copy for each block would be memory of its own.
+        through = _keys(self._given)
+        self._made = [weak for weak in _weak_storages(out) if not _keys([weak]) & through]
 
     def _settle(self) -> None:
         if self._handed is not None:
@@ -279,6 +283,17 @@ class _Gathering:
         self._settle()
         if self.passed:
             self.passed[-1] = min(self.passed[-2:])
+
+
+def _weak_storages(values: Any) -> "list[weakref.ref[UntypedStorage]]":
+    """The storages behind the tensors among some values, held by nobody here."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return [weakref.ref(storage) for tensor in tensors for storage in storages_of(tensor)]
+
+
+def _keys(weak_storages: "Iterable[weakref.ref[UntypedStorage]]") -> set[int]:
+    """The keys of those storages that are alive."""
+    return {storage_key(storage) for weak in weak_storages if (storage := weak()) is not None}
 
 
 def without_graph(call: Call) -> Call:
