@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,4 +64,27 @@ def process_group(rank: int, world: int, rendezvous: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        leave_process_group()
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """This process is a group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        leave_process_group()
+
+
+def leave_process_group() -> None:
+    """Leave the process group, and never let it die.
+
+    A thread of gloo's lets go of a collective a moment after its end, and needs Python's lock for
+    that. A group that dies in this moment waits for the thread with the lock held, for ever.
+    """
+    _left.extend(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+
+
+_left: list[Any] = []

@@ -1,7 +1,6 @@
 """Tensors of every kind as arguments and inside regions: as in the plain run."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.two_tensor import TwoTensor
 
 import rekindle
+from tests.ranks import one_rank
 from tests.toys import assert_same_step, same_bits
 
 
@@ -314,16 +314,12 @@ def test_a_torch_function_subclass_parameter_is_held_as_its_data() -> None:
 
 
 @pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[Any]:
+def mesh() -> Iterator[Any]:
     """One rank, alone, on the CPU."""
     if not dist.is_gloo_available():
         pytest.skip("needs gloo")
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with one_rank():
         yield dist.init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_dtensor_argument_and_dtensor_parameters(mesh: Any) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
 from rekindle import policies
+from tests.ranks import one_rank
 from tests.toys import Mlp, Stack, same_bits
 
 accelerate = pytest.importorskip("accelerate")
@@ -122,16 +122,13 @@ def test_an_unwrapped_model_has_its_forward_and_its_fates(first: str) -> None:
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs torch with gloo")
-def test_a_model_inside_ddp_has_the_paths_it_has_by_itself(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/r", rank=0, world_size=1)
-    try:
+def test_a_model_inside_ddp_has_the_paths_it_has_by_itself() -> None:
+    with one_rank():
         model = DistributedDataParallel(Stack(2))
         applied = ours.apply(model, {"blocks.*.mlp": "recompute"})
         with rekindle.observe() as seen:
             model(torch.randn(4, 8)).sum().backward()
         ours.remove(model)
-    finally:
-        dist.destroy_process_group()
     assert [entry.path for entry in applied.entries] == ["blocks.0.mlp", "blocks.1.mlp"]
     assert (seen.total.forwards, seen.total.replays) == (2, 2)
     assert not any("forward" in vars(module) for module in model.modules())

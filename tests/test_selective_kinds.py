@@ -22,6 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import rekindle
 from rekindle import policies
 from rekindle.internals import dispatch_modes, top_hooks
+from tests.ranks import one_rank
 from tests.test_selective_ops import POLICIES, check
 from tests.toys import Mlp, assert_same_step, same_bits
 
@@ -74,10 +75,8 @@ def test_a_subclass_of_two_tensors(policy: policies.Policy, region: Run, x: Tens
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
+    with one_rank():
+        yield init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.parametrize("region", [lambda t: (t.sin() @ t).exp() * t.sum(0), _changes_after_use])

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_wrappers
 from torch.distributed.checkpoint.state_dict import (
@@ -23,6 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import rekindle
 from rekindle import CheckpointImpl, checkpoint_wrapper, offload_wrapper
+from tests.ranks import one_rank
 from tests.toys import Block, Mlp, Stack, assert_same_step, same_bits
 
 WRAPPERS = {
@@ -329,10 +329,10 @@ def test_a_wrapper_does_not_outlive_its_last_name(wrap: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def fsdp() -> Iterator[None]:
+    """FSDP works: this process is a group of one rank."""
+    with one_rank():
+        yield
 
 
 def sharded(module: nn.Module) -> nn.Module:
@@ -351,7 +351,7 @@ inside_and_outside = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("fsdp")
 @pytest.mark.filterwarnings("ignore")
 @inside_and_outside
 def test_state_goes_through_fully_sharded_data_parallel_both_ways(wrap: Any) -> None:
@@ -369,14 +369,14 @@ def test_state_goes_through_fully_sharded_data_parallel_both_ways(wrap: Any) -> 
     assert same_state(other, plain)
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("fsdp")
 @pytest.mark.filterwarnings("ignore")
 def test_fully_sharded_data_parallel_looks_into_our_wrapper() -> None:
     block = Block()
     assert sharded(checkpoint_wrapper(block)).module is block  # type: ignore[comparison-overlap]
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("fsdp")
 @pytest.mark.filterwarnings("ignore")
 @inside_and_outside
 def test_a_step_under_fully_sharded_data_parallel_is_as_plain(wrap: Any) -> None:
@@ -389,7 +389,7 @@ def test_a_step_under_fully_sharded_data_parallel_is_as_plain(wrap: Any) -> None
         assert same_bits(a.grad, b.grad)
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("fsdp")
 def test_state_goes_through_fully_shard_both_ways() -> None:
     plain, model, x = Stack(2), Stack(2), torch.randn(4, 8)
     for i, block in enumerate(model.blocks):
