@@ -131,6 +131,15 @@ def test_an_argument_changed_before_the_call_is_right_under_hooks_that_copy() ->
     )
 
 
+def test_an_argument_changed_after_the_call_is_refused_under_hooks_that_give_it_back() -> None:
+    weight, changed = leaf(4, 4), torch.randn(4, 4).add_(1.0)
+    with saved_tensors_hooks(lambda x: x, lambda x: x):
+        out = rekindle.checkpoint(lambda x: x @ weight, changed)
+    changed.add_(1.0)
+    with pytest.raises(rekindle.CheckpointError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_retain_graph_asks_the_hooks_outside_once_per_replay() -> None:
     x = leaf(3)
     with Counting() as hooks:

@@ -236,6 +236,6 @@ class _Fresh:
             version = next(self._versions)
             if value.requires_grad != next(self._wanted):
                 value = value.detach().requires_grad_(not value.requires_grad)
-            if given_back and version != version_of(value) and version >= 0:
+            if given_back and 0 <= version_of(value) < version:  # a copy: else it was changed
                 self.shifts.append((counter_owner(value), version - version_of(value)))
         return value
