@@ -151,7 +151,7 @@ def faked(model: nn.Module, batch: Any, *, as_on: str = "cpu") -> Iterator[Any]:
     """Inside, the model's tensors are fake, as on a device; gives the batch with fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode)
-    own = list(_places(model))
+    own = list(places_of(model))
     try:
         for tensors, name, tensor in own:
             tensors[name] = fakes.of(tensor)
@@ -170,7 +170,7 @@ def faked(model: nn.Module, batch: Any, *, as_on: str = "cpu") -> Iterator[Any]:
         fakes.restore_gradients()
 
 
-def _places(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
+def places_of(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
     """Where a model's tensors are: what holds them, the key there, and the tensor."""
     for module in model.modules():
         for tensors in (module._parameters, module._buffers, vars(module)):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rekindle.budget.agreement import has_others
 from rekindle.budget.cast_cache import CacheWatch
 from rekindle.budget.memory import Meter, metered, storages_of, unmetered
 from rekindle.budget.shapes import elements, input_shapes
@@ -28,6 +27,7 @@ from rekindle.budget.turns import on_this_thread
 from rekindle.errors import RekindleError
 from rekindle.internals import storage_key
 from rekindle.modules.application import apply, undo
+from rekindle.parallel import sharded_parameters
 from rekindle.replay import ambient
 
 Call = tuple[Any, Any]
@@ -200,8 +200,8 @@ def _gather_calls(step: Step, blocks: dict[str, nn.Module], key_of: KeyOf, seen:
             stack.callback(block.register_forward_hook(after).remove)
         loss = step.loss()
         gathering.ended()
-    if has_others():
-        loss.backward()  # DDP minds a forward without one
+    if sharded_parameters(step.model):
+        loss.backward()  # FSDP minds a forward without one
     if gathering.order != seen.order:
         raise RekindleError(
             "The step ran other blocks when it was run again: "

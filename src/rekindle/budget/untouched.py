@@ -11,14 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.attachment import put_back, set_aside
-from rekindle.budget.agreement import has_others
 from rekindle.budget.fake import has_no_memory
 from rekindle.budget.noted import notes_put_back
+from rekindle.budget.stand_ins import on_stand_ins
 from rekindle.budget.step import Step
 from rekindle.budget.turns import turn_of
 from rekindle.modules.application import undo
 from rekindle.modules.caches import no_caches
 from rekindle.modules.forward import Forward, forward_of
+from rekindle.parallel import (
+    gradient_set_aside,
+    in_process_group,
+    reducers_idle,
+    sharded_gradients_set_aside,
+    sharded_parameters,
+)
 from rekindle.replay.reach import generators_of
 
 Rewind = Callable[[], None]
@@ -96,21 +103,25 @@ def _buffers_put_back(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _gradients_put_back(model: nn.Module, on_gradient: OnGradient | None) -> Iterator[None]:
-    """Gradients that a step makes are let go of as soon as they are there.
+    """Gradients that a step makes are let go of as soon as they are there; those of before stay.
 
-    So measuring needs no second set of them. On ranks that reduce theirs there is one all the same:
-    what reduces them looks for them later.
+    So measuring needs no second set of them, except for shards: what reduces these looks for them
+    later. A gradient of before is not written to: Note [Steps that leave no trace in a reducer].
     """
-    before = {name: (p, p.grad) for name, p in model.named_parameters()}
     with ExitStack() as stack:
-        stack.callback(_set_gradients, list(before.values()))
-        for name, (parameter, _) in before.items():
+        stack.enter_context(reducers_idle(model))
+        stack.enter_context(sharded_gradients_set_aside(model))
+        for parameter in model.parameters():
+            stack.enter_context(gradient_set_aside(parameter))
+        sharded = sharded_parameters(model)
+        if in_process_group():
+            stack.enter_context(on_stand_ins(model, but=sharded))
+        for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
-                parameter.grad = None
-            elif has_others():
+                continue
+            if parameter in sharded:
                 parameter.grad = torch.zeros_like(parameter)
             else:
-                parameter.grad = None
                 let_go = partial(_let_go, name, on_gradient)
                 stack.callback(parameter.register_post_accumulate_grad_hook(let_go).remove)
         yield
@@ -120,11 +131,6 @@ def _let_go(name: str, on_gradient: OnGradient | None, parameter: Tensor) -> Non
     if on_gradient is not None and parameter.grad is not None:
         on_gradient(name, parameter.grad)
     parameter.grad = None
-
-
-def _set_gradients(gradients: list[tuple[nn.Parameter, Tensor | None]]) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
 
 
 @contextmanager

@@ -1,0 +1,173 @@
+"""The private parts of torch's data-parallel wrappers: what they do to gradients can be paused.
+
+Names of DDP and of FSDP2 that have no public form, tried on torch 2.11 and 2.13.
+
+Note [Steps that leave no trace in a reducer]. DDP reduces gradients from hooks on the accumulator
+nodes of the parameters that it was given. These hooks count: under `static_graph` the first
+backward decides how many there are in each later one, whoever ran it. They write to the buckets
+that gradients may be views of, and advance what a comm hook keeps. None can be taken off. So a
+step that must leave no trace runs on other parameters over the same memory, which have no hooks,
+and each DDP that reduces the model's gradients has a reducer that does nothing meanwhile.
+"""
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def in_process_group() -> bool:
+    """Whether this process is a rank, be it the only one, so that gradients may be reduced."""
+    return dist.is_available() and dist.is_initialized()
+
+
+# DDP
+
+
+class _IdleReducer:
+    """Stands for the reducer of a DDP: does nothing, whatever it is asked for."""
+
+    def __getattr__(self, _name: str) -> Any:
+        return _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+_IDLE = {
+    "reducer": _IdleReducer(),
+    "require_backward_grad_sync": False,
+    "require_forward_param_sync": False,
+    "_static_graph_delay_allreduce_enqueued": True,
+    "_lazy_init_ran": True,
+}
+"""Attributes of a DDP that takes no part in a step but for moving its inputs."""
+
+
+@contextmanager
+def reducers_idle(model: nn.Module) -> Iterator[None]:
+    """Inside, no DDP sees that it is called; each ends as it was."""
+    with ExitStack() as stack:
+        for wrapper in _wrappers_of(model):
+            stack.enter_context(_changed(vars(wrapper), _IDLE))
+        yield
+
+
+def _wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
+    """Every DDP that reduces gradients of a model: inside it, the model itself, or around it.
+
+    A module does not know of a DDP around it, and neither do its parameters: the garbage collector
+    does.
+    """
+    if not in_process_group():
+        return []
+    own = {id(parameter) for parameter in model.parameters()}
+    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return [wrapper for wrapper in found if not own.isdisjoint(map(id, wrapper.parameters()))]
+
+
+# FSDP2
+
+
+def sharded_groups(model: nn.Module) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers and reduces together, for a whole model."""
+    groups: dict[int, Any] = {}
+    for unit in _units(model):
+        state = unit._get_fsdp_state()
+        # One group in torch 2.11; a list of them in 2.13.
+        of_unit = getattr(state, "_fsdp_param_groups", None)
+        if of_unit is None:
+            of_unit = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        groups.update((id(group), group) for group in of_unit)
+    return list(groups.values())
+
+
+def sharded_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The shards that FSDP holds, which it puts in the place of parameters by itself."""
+    groups = sharded_groups(model)
+    found = {sharded.sharded_param for group in groups for sharded in group.fsdp_params}
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FullyShardedDataParallel", ())
+    for module in model.modules():
+        if isinstance(module, kind):
+            found.update(module.parameters())
+    return found
+
+
+def reshard(model: nn.Module) -> None:
+    """Have every unit of FSDP2 hold its shard alone, as it does between steps."""
+    for unit in _units(model):
+        unit.reshard()
+
+
+@contextmanager
+def sharded_gradients_set_aside(model: nn.Module) -> Iterator[None]:
+    """Inside, FSDP2 has accumulated nothing, and reduces in each backward; then it is as it was.
+
+    This holds for gradients that it keeps beside `parameter.grad`: those of whole parameters, which
+    were not reduced yet, and those that were reduced within a group of ranks and not among groups.
+    A hook that a user runs on reduced gradients, which may count, does not run.
+    """
+    groups = sharded_groups(model)
+    reshard(model)
+    with ExitStack() as stack:
+        for unit in _units(model):
+            context = unit._get_fsdp_state()._state_ctx
+            stack.enter_context(_changed(vars(context), {"is_last_backward": True}))
+        for group in groups:
+            stack.enter_context(_changed(vars(group), _REDUCING))
+            for sharded in group.fsdp_params:
+                stack.enter_context(_changed(vars(sharded), {"unsharded_accumulated_grad": None}))
+                whole = getattr(sharded, "_unsharded_param", None)
+                if whole is not None:
+                    stack.enter_context(gradient_set_aside(whole))
+        stack.callback(reshard, model)
+        yield
+
+
+_REDUCING = {
+    "reduce_grads": True,
+    "all_reduce_grads": True,
+    "reshard_after_backward": True,
+    "_partial_reduce_output": None,
+    "_all_reduce_hook": None,
+    "_all_reduce_hook_stream": None,
+}
+"""Attributes of a group of FSDP2 that has accumulated nothing and reduces all."""
+
+
+def _units(model: nn.Module) -> list[Any]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a model has none of it before it is there
+    kind = getattr(fsdp, "FSDPModule", ())
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+# Both
+
+
+@contextmanager
+def gradient_set_aside(parameter: Tensor) -> Iterator[None]:
+    """Inside, a parameter has no gradient of before; then it has that one, by reference."""
+    before = parameter.grad
+    parameter.grad = None
+    try:
+        yield
+    finally:
+        parameter.grad = before
+
+
+@contextmanager
+def _changed(attributes: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
+    """Other values for the attributes that there are among these, for a while."""
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update({name: values[name] for name in before})
+    try:
+        yield
+    finally:
+        attributes.update(before)
