@@ -82,7 +82,11 @@ class _Tally:
     may come at any time, and a measurement does not depend on when.
     """
 
-    def __init__(self, before: Iterable[int], known: Iterable[Tensor]) -> None:
+    def __init__(
+        self, before: Iterable[int], known: Iterable[Tensor], see_sizes: Callable[[], None]
+    ) -> None:
+        self._see_sizes = see_sizes
+        """Called before bytes are told: a storage may have changed its size."""
         self._now = self._peak = 0
         self._sizes: dict[int, int] = {}
         """Of storages, by their addresses."""
@@ -92,13 +96,14 @@ class _Tally:
         self._resets = False
 
     def now(self) -> int:
+        self._see_sizes()
         return self._now
 
     def peak(self) -> int:
         return self._peak
 
     def reset(self) -> None:
-        self._peak = self._now
+        self._peak = self.now()
 
     def reset_soon(self) -> None:
         self._resets = True
@@ -127,28 +132,35 @@ class LiveBytes(TorchDispatchMode):
 
     Memory that no op returns is not seen: scratch inside an op, random states that regions hold,
     what Python objects take. docs/budget.md says how much that is.
+
+    Note [Storages that are emptied]. FSDP keeps the storage of a parameter that it gathered, and
+    takes its bytes away, with no op that could be seen. It does so around its collectives: there
+    sizes are looked at again, and when a meter is read; and what collectives are given counts as
+    what ops return does.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, not_counted: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._own = _Tally((), not_counted)
+        self._own = _Tally((), not_counted, _seen_already)
         self._tallies = [self._own]
-        self._alive: set[int] = set()
-        """Addresses of storages that were seen."""
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        """Storages that were seen, by their addresses, with their bytes when they were."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def now(self) -> int:
+        self._see_sizes()
         return self._own.now()
 
     def peak(self) -> int:
         return self._own.peak()
 
     def reset(self) -> None:
+        self._see_sizes()
         self._own.reset()
 
     def reset_soon(self) -> None:
@@ -157,7 +169,9 @@ class LiveBytes(TorchDispatchMode):
     @contextmanager
     def window(self, not_counted: Iterable[Tensor] = ()) -> Iterator[Meter]:
         """A meter over what runs inside, as another `LiveBytes` would be."""
-        tally = _Tally(self._alive, not_counted)
+        self._see_sizes()
+        has_bytes = (address for address, (_, nbytes) in self._alive.items() if nbytes)
+        tally = _Tally(has_bytes, not_counted, self._see_sizes)
         self._tallies.append(tally)
         try:
             yield tally
@@ -167,27 +181,48 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        communicates = getattr(func, "namespace", None) in _COMMUNICATING
+        if communicates:
+            self._see_sizes()
         for tally in self._tallies:
             tally.begin_op()
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in tree_leaves((args, kwargs, result) if communicates else result):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
         return result
 
     def _see(self, tensor: Tensor) -> None:
         for storage in storages_of(tensor):
-            address = storage._cdata
-            if address in self._alive:
+            address, nbytes = storage._cdata, storage.nbytes()
+            seen = self._alive.get(address)
+            if seen is None:
+                weakref.finalize(storage, _forget, weakref.ref(self), address)
+            elif seen[1] == nbytes:
                 continue
-            self._alive.add(address)
-            for tally in self._tallies:
-                tally.add(address, storage.nbytes())
-            weakref.finalize(storage, _forget, weakref.ref(self), address)
+            self._set_size(address, weakref.ref(storage), nbytes)
+
+    def _see_sizes(self) -> None:
+        """Look at the sizes of storages again: Note [Storages that are emptied]."""
+        for address, (weak, before) in list(self._alive.items()):
+            storage = weak()
+            if storage is not None and storage.nbytes() != before:
+                self._set_size(address, weak, storage.nbytes())
+
+    def _set_size(
+        self, address: int, storage: "weakref.ref[torch.UntypedStorage]", nbytes: int
+    ) -> None:
+        """A storage was seen for the first time, or has another size than when it was."""
+        is_known = address in self._alive
+        self._alive[address] = storage, nbytes
+        for tally in self._tallies:
+            if is_known:
+                tally.drop(address)
+            tally.add(address, nbytes)
 
     def forget(self, address: int) -> None:
         """A storage is gone."""
-        self._alive.remove(address)
+        del self._alive[address]
         for tally in self._tallies:
             tally.drop(address)
 
@@ -206,6 +241,14 @@ class LiveBytes(TorchDispatchMode):
             yield
         finally:
             self.__enter__()
+
+
+def _seen_already() -> None:
+    """Nothing: whoever holds this tally looks at sizes, and is not to be held by it."""
+
+
+_COMMUNICATING = ("c10d", "_c10d_functional", "fsdp")
+"""Where the ops of collectives are, with those that copy in and out for them."""
 
 
 def _forget(meter: "weakref.ref[LiveBytes]", address: int) -> None:

@@ -123,8 +123,8 @@ class _Watch:
             stack.callback(hook.remove)
             for path, block in self._blocks.items():
                 before = on_this_thread(partial(self._before, path))
-                hooks = (
-                    block.register_forward_pre_hook(before, with_kwargs=True),
+                hooks = (  # around those that gather a block's parameters and let go of them
+                    block.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
                     block.register_forward_hook(on_this_thread(self._after)),
                 )
                 for hook in hooks:
@@ -194,7 +194,7 @@ def _gather_calls(step: Step, blocks: dict[str, nn.Module], key_of: KeyOf, seen:
     with ExitStack() as stack:
         for path, block in blocks.items():
             before = on_this_thread(partial(gathering.before, path))
-            hook = block.register_forward_pre_hook(before, with_kwargs=True)
+            hook = block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             stack.callback(hook.remove)
             after = on_this_thread(gathering.after)
             stack.callback(block.register_forward_hook(after).remove)
