@@ -68,8 +68,13 @@ def _wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
     if not in_process_group():
         return []
     own = {id(parameter) for parameter in model.parameters()}
-    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    kinds = _with_subclasses(DistributedDataParallel)
+    found = [each for each in gc.get_objects() if type(each) in kinds]
     return [wrapper for wrapper in found if not own.isdisjoint(map(id, wrapper.parameters()))]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
 # FSDP2
