@@ -10,6 +10,7 @@ from torch import nn
 from rekindle.budget import profiling
 from rekindle.budget.agreement import agreed, has_others, highest
 from rekindle.budget.fingerprints import Fingerprints
+from rekindle.budget.placement import compute_device
 from rekindle.budget.plan import Plan
 from rekindle.budget.planning import (
     BudgetError,
@@ -61,7 +62,7 @@ def _measured_again(model: nn.Module, call: Call, fitting: Fitting) -> Profile:
 
     It may know the labels of the first batch alone, as `lambda out: criterion(out, labels)` does.
     """
-    bench = profiling.bench_of(next(model.parameters()).device, fitting.spill)
+    bench = profiling.bench_of(compute_device(model), fitting.spill)
     state = fitting.optimizer_bytes
     if fitting.loss is None:
         return profiling.measure(model, call, state, bench)
@@ -261,4 +262,4 @@ def _for_budget(plan: Plan, limit: int) -> Plan:
 
 
 def _device(step: Step) -> torch.device:
-    return next(step.model.parameters()).device
+    return compute_device(step.model)

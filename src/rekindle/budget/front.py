@@ -14,6 +14,7 @@ from rekindle.budget.fake import has_no_memory
 from rekindle.budget.fitting import fitted
 from rekindle.budget.imagining import Like, imagine
 from rekindle.budget.loss import Loss, checked_loss, warn_without_loss
+from rekindle.budget.placement import compute_device
 from rekindle.budget.plan import Plan
 from rekindle.budget.planning import (
     budget_bytes,
@@ -99,7 +100,7 @@ def profile(
         if on_meta:
             found = imagine(model, batch, optimizer, like, given)
         else:
-            bench = profiling.bench_of(next(model.parameters()).device, spill)
+            bench = profiling.bench_of(compute_device(model), spill)
             found = profiling.measure(model, batch, optimizer, bench, given)
     if found.loss == "none":
         warn_without_loss(found.batch)
@@ -286,7 +287,7 @@ def _fit(
     is_outside = loss is not None or step.function is not None
     fitting = Fitting(
         budget,
-        optimizer_bytes=0 if optimizer is None else optimizer_bytes(optimizer),
+        optimizer_bytes=optimizer_bytes(optimizer, compute_device(model)),
         rest_peak=measured.rest_peak if is_outside else 0,
         output_held=measured.output_held,
         spill=spill or _spills(measured),
@@ -299,7 +300,7 @@ def _fit(
 
 def _with_state(profile: Profile, model: nn.Module, batch: Any, optimizer: Any) -> Profile:
     """A profile that may have been measured without the optimizer, with its state counted."""
-    device = next(model.parameters()).device
+    device = compute_device(model)
     counted = static_bytes(model, optimizer, device, Step(model, batch).tensors())
     return replace(profile, static_bytes=max(profile.static_bytes, counted))
 

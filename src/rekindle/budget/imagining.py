@@ -13,6 +13,7 @@ from rekindle.budget.devices import Device, OpClock, device_named, device_of, kn
 from rekindle.budget.fake import CPU, faked, has_no_memory, refuse_what_has_no_fake
 from rekindle.budget.loss import Loss
 from rekindle.budget.profiling import Bench, measure
+from rekindle.budget.static import optimizer_bytes
 from rekindle.budget.step import Step
 from rekindle.budget.values import Profile
 
@@ -33,7 +34,7 @@ def imagine(
     device = _device(model, like)
     with faked(model, batch, as_on=device.name) as given, OpClock(device) as clock:
         bench = Bench(CPU, device.name, clock, device.bytes_per_second)
-        return measure(model, given, optimizer, bench, loss)
+        return measure(model, given, optimizer_bytes(optimizer), bench, loss)
 
 
 def _imagine_by(
@@ -52,7 +53,7 @@ def _imagine_by(
         )
     with faked(model, batch, as_on=like.device) as given, OpClock(_TIMELESS) as clock:
         bench = Bench(CPU, like.device, clock, like.bytes_per_second, known=like)
-        found = measure(model, given, optimizer, bench, loss)
+        found = measure(model, given, optimizer_bytes(optimizer), bench, loss)
         return replace(found, rest_seconds=like.rest_seconds)
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rekindle.attachment import attach, attached
 from rekindle.budget.agreement import has_others
 from rekindle.budget.loss import Loss
+from rekindle.budget.placement import compute_device
 from rekindle.budget.plan import Plan
 from rekindle.budget.shapes import Shapes, elements, input_shapes, told
 from rekindle.budget.turns import turn_of
@@ -75,7 +76,7 @@ class Standing:
         self.plan = plan
         self.fitting: Fitting | None = None
         self.is_on = True
-        self._device = next(model.parameters()).device
+        self._device = compute_device(model)
         self._room = elements(plan.inputs)
         self._larger: Shapes = ()
         """The shapes of the last call, if it was larger."""

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.budget.memory import bytes_of
+from rekindle.budget.placement import is_on
+from rekindle.parallel import reshard
 
 
 def static_bytes(
@@ -13,14 +15,17 @@ def static_bytes(
 ) -> int:
     """Bytes of the model, its gradients, the optimizer's state and the batch: there all the time.
 
-    On a GPU also what else there is, such as another model.
+    Of each as much as this rank has on the device: a parameter that is sharded counts by its shard,
+    and one that rests in host memory does not count. On a GPU also what else there is, such as
+    another model.
     """
-    parameters = list(model.parameters())
+    reshard(model)
+    parameters = [p for p in model.parameters() if is_on(p, device)]
     trained = [p for p in parameters if p.requires_grad]
-    total = bytes_of([*parameters, *model.buffers()]) + bytes_of(trained)
-    total += bytes_of(batch)
-    if optimizer is not None:
-        total += optimizer_bytes(optimizer)
+    total = bytes_of([*parameters, *(b for b in model.buffers() if is_on(b, device))])
+    total += bytes_of(trained)
+    total += bytes_of(tensor for tensor in batch if is_on(tensor, device))
+    total += optimizer_bytes(optimizer, device)
     if device.type == "cuda":
         missing = bytes_of(p for p in trained if p.grad is None)  # gradients that are to come
         total = max(total, torch.cuda.memory_allocated(device) + missing)
@@ -45,18 +50,21 @@ _STATES = {
 """Tensors of a parameter's size that an optimizer keeps; more with some options."""
 
 
-def optimizer_bytes(optimizer: Any) -> int:
-    """The state of an optimizer, or what it will be after its first step; bytes are themselves."""
-    if isinstance(optimizer, int):
-        return optimizer
+def optimizer_bytes(optimizer: Any, device: torch.device | None = None) -> int:
+    """Bytes of an optimizer's state on a device, or on any; what they will be, before a first step.
+
+    None has no state, and a number of bytes is itself.
+    """
+    if optimizer is None or isinstance(optimizer, int):
+        return optimizer or 0
     held = [t for state in optimizer.state.values() for t in state.values()]
     tensors = [t for t in held if isinstance(t, Tensor)]
     if tensors:
-        return bytes_of(tensors)
+        return bytes_of(t for t in tensors if device is None or is_on(t, device))
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     options = optimizer.param_groups[0]
     count = _STATES.get(type(optimizer).__name__, 0)
     if type(optimizer).__name__ in ("SGD", "RMSprop"):
         count += bool(options.get("momentum"))
     count += bool(options.get("amsgrad")) + bool(options.get("centered"))
-    return count * bytes_of(trained)
+    return count * bytes_of(p for p in trained if device is None or is_on(p, device))

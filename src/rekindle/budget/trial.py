@@ -7,6 +7,7 @@ import torch
 
 from rekindle.budget.fingerprints import Fingerprints
 from rekindle.budget.memory import metered
+from rekindle.budget.placement import compute_device
 from rekindle.budget.plan import Plan
 from rekindle.budget.step import Step
 from rekindle.budget.timing import timed
@@ -34,7 +35,7 @@ def try_out(step: Step, plan: Plan, measured: Profile, *, with_gradients: bool =
     offload has learnt from. The gradients are those of this step.
     """
     model = step.model
-    device = next(model.parameters()).device
+    device = compute_device(model)
     is_free = device.type == "cuda"  # metering: then the steps that are timed are metered too
     with repeatable(step):
         apply(model, plan)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rekindle.attachment import put_back, set_aside
 from rekindle.budget.fake import has_no_memory
 from rekindle.budget.noted import notes_put_back
+from rekindle.budget.placement import compute_device
 from rekindle.budget.stand_ins import on_stand_ins
 from rekindle.budget.step import Step
 from rekindle.budget.turns import turn_of
@@ -139,7 +140,8 @@ def _random_states_put_back(model: nn.Module) -> Iterator[Rewind]:
 
     And of Python, and of numpy where it is in use.
     """
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    places = {p.device for p in model.parameters()} | {compute_device(model)}
+    devices = sorted({device.index or 0 for device in places if device.type == "cuda"})
     numpy: Any = sys.modules.get("numpy")
     cpu, cuda = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
     generators = [(generator, generator.get_state()) for generator in generators_of(model)]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import rekindle
+from rekindle.budget.placement import compute_device
 from rekindle.integrations import What, library
 from rekindle.modules.caches import forbid_cache
 
@@ -92,7 +93,7 @@ class Callback(_TrainerCallback):  # type: ignore[misc]
         if self.budget is None:
             apply(model, self.what)
             return
-        device = next(model.parameters()).device
+        device = compute_device(model)
         with torch.random.fork_rng(range(torch.cuda.device_count())):  # a loader draws its order
             batch = next(iter(train_dataloader))
         batch = {name: value.to(device) for name, value in batch.items()}
