@@ -26,6 +26,7 @@ from rekindle.budget.turns import turn_of
 from rekindle.internals import capturing, func_transform, top_hooks
 from rekindle.modules.caches import forbid_cache
 from rekindle.modules.forward import forward_of, put
+from rekindle.parallel import sharded_parameters
 from rekindle.replay.switches import recomputing
 from rekindle.selective.tiers import begin_backward
 from rekindle.sizes import format_bytes, parse_bytes
@@ -120,6 +121,8 @@ class Standing:
             return "the plan was applied, not fitted"
         if has_others():
             return "ranks would have to agree on when; call rekindle.fit on all of them"
+        if sharded_parameters(model):
+            return "its parameters are sharded, and gathered by now for this call"
         if len(self._threads) > 1:
             return "several threads train it, and another may be in the middle of a step"
         if top_hooks(False) is not None:
