@@ -17,6 +17,7 @@ import scipy.optimize  # noqa: F401  (once, before ranks are forked)
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -110,6 +111,14 @@ def inside_ddp(fit: Fit, how: str, **options: Any) -> list[Tensor]:
         rekindle.fit(model.module, lambda: loss(model(batch(9))), "80%")
     else:
         fit(model if how == "wrapper" else model.module)
+    train(model)
+    return values_of(model)
+
+
+def replicated(fit: Fit, **options: Any) -> list[Tensor]:
+    """Fitted before the first step, in which `replicate` makes the DDP that it has inside."""
+    model = replicate(net(), **options)
+    fit(model)
     train(model)
     return values_of(model)
 
@@ -222,6 +231,7 @@ CASES: dict[str, Callable[[Fit], list[Tensor]]] = {
         f"static graph, {how}": partial(inside_ddp, how=how, static_graph=True)
         for how in ("wrapper", "module", "function")
     },
+    "static graph, replicate": partial(replicated, static_graph=True),
     "static graph between steps": partial(between_steps, static_graph=True),
     "bucket views": partial(between_steps, gradient_as_bucket_view=True),
     "accumulation in bucket views": partial(in_accumulation, gradient_as_bucket_view=True),

@@ -38,12 +38,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(worker.WORLD)]
 
 
-@pytest.mark.parametrize(
-    "case", ["static graph, wrapper", "static graph, module", "static graph, function"]
-)
-def test_ranks_stay_together_after_fit_with_a_static_graph(ranks: Results, case: str) -> None:
+@pytest.mark.parametrize("how", ["wrapper", "module", "function", "replicate"])
+def test_ranks_stay_together_after_fit_with_a_static_graph(ranks: Results, how: str) -> None:
     """The backwards of planning are not the first iteration, by which DDP counts its hooks."""
-    assert [rank[case] for rank in ranks] == [True, True]
+    assert [rank[f"static graph, {how}"] for rank in ranks] == [True, True]
 
 
 def test_ranks_stay_together_after_a_trainer_has_planned_with_a_static_graph(

@@ -67,10 +67,22 @@ def _wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
     """
     if not in_process_group():
         return []
+    _make_late_wrappers(model)
     own = {id(parameter) for parameter in model.parameters()}
     kinds = _with_subclasses(DistributedDataParallel)
     found = [each for each in gc.get_objects() if type(each) in kinds]
     return [wrapper for wrapper in found if not own.isdisjoint(map(id, wrapper.parameters()))]
+
+
+def _make_late_wrappers(model: nn.Module) -> None:
+    """Have `replicate` make its DDP now, and not in a first call, of what is in place then."""
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    if contract is None:
+        return
+    for module in model.modules():
+        for state in vars(module).get(contract.STATE_KEY, {}).values():
+            if getattr(state, "_init_args", None) and hasattr(state, "lazy_init"):
+                state.lazy_init()
 
 
 def _with_subclasses(kind: type) -> set[type]:
