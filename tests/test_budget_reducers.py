@@ -176,11 +176,13 @@ class Tied(nn.Module):
         self.blocks[1][0].weight = self.blocks[0][0].weight
         self.rnn = nn.GRU(8, 8)
         vars(self)["shortcut"] = self.blocks[0][0].weight
+        self.listed = [self.blocks[0][0].weight]
+        self.named = {"bias": self.blocks[0][0].bias}
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return self.rnn(x @ self.shortcut)[0]
+        return self.rnn(x @ self.shortcut @ self.listed[0] + self.named["bias"])[0]
 
 
 def test_a_weight_that_is_held_in_several_places_reaches_no_reducer(one_rank: None) -> None:
@@ -229,9 +231,12 @@ def one_gpu_rank() -> Iterator[None]:
 def test_a_model_whose_shards_rest_on_the_host_is_planned_for_the_gpu(one_gpu_rank: None) -> None:
     def train(fits: bool) -> tuple[list[Tensor], rekindle.Plan | None]:
         torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))] * 1
-        blocks += [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))] * 1
-        model: Any = nn.Sequential(*blocks)
+        model: Any = nn.Sequential(
+            *[
+                nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+                for _ in range(6)
+            ]
+        )
         for block in model:
             fully_shard(block, offload_policy=CPUOffloadPolicy())
         fully_shard(model, offload_policy=CPUOffloadPolicy())

@@ -171,15 +171,22 @@ def faked(model: nn.Module, batch: Any, *, as_on: str = "cpu") -> Iterator[Any]:
 
 
 def places_of(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Where a model's tensors are: what holds them, the key there, and the tensor."""
+    """Where a model's tensors are: what holds them, the key there, and the tensor.
+
+    In a list or a dict that is an attribute, parameters alone: other tensors there come and go.
+    """
     for module in model.modules():
         for tensors in (module._parameters, module._buffers, vars(module)):
             for name, tensor in tensors.items():
                 if isinstance(tensor, Tensor):
                     yield tensors, name, tensor
+        for box in [box for box in vars(module).values() if type(box) in (list, dict)]:
+            for key, tensor in box.items() if isinstance(box, dict) else enumerate(box):
+                if isinstance(tensor, nn.Parameter) and box is not module._parameters:
+                    yield box, key, tensor
         if isinstance(module, nn.RNNBase):
             for index, tensor in enumerate(module._flat_weights):
-                if tensor is not None:
+                if tensor is not None and not isinstance(tensor, nn.Parameter):
                     yield module._flat_weights, index, tensor
 
 
