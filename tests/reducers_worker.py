@@ -165,6 +165,7 @@ def with_comm_hook(fit: Fit, before: int) -> list[Tensor]:
 
 
 def sharded(**options: Any) -> Any:
+    options.setdefault("mesh", init_device_mesh("cpu", (dist.get_world_size(),)))
     model = net()
     for block in model.blocks:
         fully_shard(block, **options)
