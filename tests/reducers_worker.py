@@ -164,10 +164,10 @@ def with_comm_hook(fit: Fit, before: int) -> list[Tensor]:
 # FSDP2
 
 
-def sharded(**options: Any) -> Any:
+def sharded(*, by_block: bool = True, **options: Any) -> Any:
     options.setdefault("mesh", init_device_mesh("cpu", (dist.get_world_size(),)))
     model = net()
-    for block in model.blocks:
+    for block in model.blocks if by_block else ():
         fully_shard(block, **options)
     return fully_shard(model, **options)
 
@@ -241,6 +241,7 @@ CASES: dict[str, Callable[[Fit], list[Tensor]]] = {
     "PowerSGD, later": partial(with_comm_hook, before=3),
     "sharded accumulation": in_sharded_accumulation,
     "sharded accumulation, gathered": partial(in_sharded_accumulation, reshards=False),
+    "sharded accumulation, one unit": partial(in_sharded_accumulation, by_block=False),
     "sharded accumulation, mixed precision": partial(
         in_sharded_accumulation,
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),

@@ -64,6 +64,7 @@ def test_gradients_of_the_last_step_are_kept_by_fit(ranks: Results, case: str) -
         "accumulation in a static graph",
         "sharded accumulation",
         "sharded accumulation, gathered",
+        "sharded accumulation, one unit",
         "sharded accumulation, mixed precision",
         "hybrid accumulation",
         "tensor-parallel accumulation",

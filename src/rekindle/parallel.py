@@ -12,7 +12,7 @@ and each DDP that reduces the model's gradients has a reducer that does nothing 
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -94,15 +94,17 @@ def _with_subclasses(kind: type) -> set[type]:
 
 def sharded_groups(model: nn.Module) -> list[Any]:
     """The groups of parameters that FSDP2 gathers and reduces together, for a whole model."""
-    groups: dict[int, Any] = {}
-    for unit in _units(model):
-        state = unit._get_fsdp_state()
-        # One group in torch 2.11; a list of them in 2.13.
-        of_unit = getattr(state, "_fsdp_param_groups", None)
-        if of_unit is None:
-            of_unit = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-        groups.update((id(group), group) for group in of_unit)
+    groups = {id(group): group for unit in _units(model) for group in _groups_of(unit)}
     return list(groups.values())
+
+
+def _groups_of(unit: Any) -> list[Any]:
+    """The groups of one unit: one at most in torch 2.11, a list of them in 2.13."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def sharded_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -146,6 +148,37 @@ def sharded_gradients_set_aside(model: nn.Module) -> Iterator[None]:
                     stack.enter_context(gradient_set_aside(whole))
         stack.callback(reshard, model)
         yield
+
+
+@contextmanager
+def gathered_around(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, each block of a model can be called alone, whatever unit of FSDP2 it is a part of.
+
+    A unit that is a block, or in one, gathers its parameters when the block is called. One that has
+    more in it than a block is gathered here; gradients of its parameters are let go of.
+    """
+    blocks = list(blocks)
+    inside = {module for block in blocks for module in block.modules()}
+    wanted = {parameter for block in blocks for parameter in block.parameters()}
+    with ExitStack() as stack:
+        for unit in _units(model):
+            groups = _groups_of(unit)
+            shards = {sharded.sharded_param for group in groups for sharded in group.fsdp_params}
+            if unit in inside or shards.isdisjoint(wanted):
+                continue
+            for group in groups:
+                stack.enter_context(_changed(vars(group), {"reshard_after_backward": False}))
+            stack.callback(unit.reshard)
+            unit.unshard()
+            for sharded in (sharded for group in groups for sharded in group.fsdp_params):
+                whole = sharded._unsharded_param
+                if whole.requires_grad:
+                    stack.callback(whole.register_post_accumulate_grad_hook(_let_go).remove)
+        yield
+
+
+def _let_go(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 _REDUCING = {

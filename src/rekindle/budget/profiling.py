@@ -40,6 +40,7 @@ from rekindle.budget.untouched import repeatable
 from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.modules.blocks import blocks_of
 from rekindle.offload.options import TierName
+from rekindle.parallel import gathered_around
 from rekindle.replay import ambient
 
 
@@ -86,7 +87,8 @@ def measure(
         seen = outline(step, blocks, device, bench.clock, partial(_key, blocks, traits_of(blocks)))
         if not seen.order:
             raise ValueError("The step ran none of the model's blocks: does it call the model?")
-        profiles, order = _profiles(blocks, seen, bench)
+        with gathered_around(model, blocks.values()):
+            profiles, order = _profiles(blocks, seen, bench)
         found = Profile(
             model=type(model).__name__,
             device=bench.name,
