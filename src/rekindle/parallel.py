@@ -1,6 +1,7 @@
 """The private parts of torch's data-parallel wrappers: what they do to gradients can be paused.
 
-Names of DDP and of FSDP2 that have no public form, tried on torch 2.11 and 2.13.
+Names of DDP and of FSDP2 that have no public form, as in torch 2.13. An attribute that a version of
+torch does not have is left out.
 
 Note [Steps that leave no trace in a reducer]. DDP reduces gradients from hooks on the accumulator
 nodes of the parameters that it was given. These hooks count: under `static_graph` the first
