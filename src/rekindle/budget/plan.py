@@ -10,7 +10,8 @@ from rekindle.budget import saving
 from rekindle.budget.execute import what_of
 from rekindle.budget.schema import Inconsistency
 from rekindle.budget.values import Nearby, Option, twice
-from rekindle.modules.blocks import blocks_of
+from rekindle.modules.blocks import unwrapped_blocks
+from rekindle.modules.unwrapping import class_name, places
 from rekindle.policies import Policy
 from rekindle.selective.by_save import Saves
 
@@ -56,22 +57,32 @@ class Plan:
 
     def fates(self, model: nn.Module) -> Mapping[str, str | Policy | Saves]:
         """What each block of a model is given; an error if the plan is for another one."""
-        if type(model).__name__ != self.model:
+        if self.model not in (class_name(model), type(model).__name__):
             raise ValueError(
-                f"The plan is for a {self.model}, but the model is a {type(model).__name__}"
+                f"The plan is for a {self.model}, but the model is a {class_name(model)}"
             )
-        modules = dict(model.named_modules())
+        where = self.places(model)
         for path, kind, _ in self.blocks:
-            found = type(modules[path]).__name__ if path in modules else "nothing"
-            if found != kind:
+            block = model.get_submodule(where[path]) if path in where else None
+            found = "nothing" if block is None else class_name(block)
+            if block is None or kind not in (found, type(block).__name__):
                 raise ValueError(f"The plan has a {kind} at {path!r}, but the model has {found}")
         planned = {path for path, _, _ in self.blocks} | set(self.unused)
-        unplanned = [path for path in blocks_of(model) if path not in planned]
-        if unplanned and planned & set(blocks_of(model)):
+        blocks = unwrapped_blocks(model)
+        unplanned = [path for path in blocks if path not in planned]
+        if unplanned and planned & set(blocks):
             raise ValueError(f"The model has a block that the plan has not: {unplanned[0]!r}")
-        skipped = () if self.keeps_all else (path for path in self.unused if path in modules)
-        fates = {path: what_of(option) for path, _, option in self.blocks}
-        return {**dict.fromkeys(skipped, "recompute"), **fates}
+        skipped = () if self.keeps_all else (path for path in self.unused if path in where)
+        fates = {where[path]: what_of(option) for path, _, option in self.blocks}
+        return {**{where[path]: "recompute" for path in skipped}, **fates}
+
+    def places(self, model: nn.Module) -> dict[str, str]:
+        """Where a model has what the plan names: by the plan's path, the model's own.
+
+        The plan's has no wrappers in it, but in a file of an older rekindle.
+        """
+        own = {path: path for path, _ in model.named_modules(remove_duplicate=False)}
+        return {**own, **places(model)}
 
     def stand_on(self, model: nn.Module) -> None:
         """See to it that a model that runs by the plan says so when it is called with more."""

@@ -26,6 +26,7 @@ from rekindle.budget.turns import turn_of
 from rekindle.internals import capturing, func_transform, top_hooks
 from rekindle.modules.caches import forbid_cache
 from rekindle.modules.forward import forward_of, put
+from rekindle.modules.unwrapping import unwrapped
 from rekindle.parallel import sharded_parameters
 from rekindle.replay.switches import recomputing
 from rekindle.selective.tiers import begin_backward
@@ -244,9 +245,10 @@ def _see_out(_block: nn.Module, _args: Any, out: Any) -> None:
 def stand(plan: Plan, model: nn.Module) -> None:
     """Let a plan stand on a model that runs by it; `rekindle.remove` takes it off."""
     standing = Standing(plan, model)
-    blocks = {model.get_submodule(path) for path, _, _ in plan.blocks}
+    where = plan.places(model)
+    blocks = {model.get_submodule(where[path]) for path, _, _ in plan.blocks}
     left_alone = {m for block in blocks - {model} for m in block.modules() if plan.keeps_all}
-    last = model.get_submodule(plan.blocks[-1][0]) if plan.offloads else None
+    last = model.get_submodule(where[plan.blocks[-1][0]]) if plan.offloads else None
     for module in model.modules():
         if module in left_alone:  # it fits as it is
             continue
@@ -271,7 +273,8 @@ def keep_fitted(model: nn.Module, fitting: Fitting) -> None:
     standing = _on(model)
     assert standing is not None, "its plan was applied"
     standing.fitting = fitting
-    if forward_of(model) is None and any(not path for path, _, _ in standing.plan.blocks):
+    where = standing.plan.places(model)
+    if forward_of(model) is None and any(not where[path] for path, _, _ in standing.plan.blocks):
         put(model, "plain")  # so that the call that finds it too small can run by another plan
 
 
@@ -288,11 +291,11 @@ def plan_of(model: nn.Module) -> Plan | None:
     >>> rekindle.plan_of(model)
 
     Args:
-        model: the model that `fit` or `apply` was given.
+        model: the model that `fit` or `apply` was given, also in a wrapper such as DDP's.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"plan_of() takes a model, but got {type(model).__name__}")
-    standing = _on(model)
+    standing = _on(model) or _on(unwrapped(model))
     return None if standing is None else standing.plan
 
 

@@ -31,8 +31,12 @@ def _plain(block: nn.Module) -> Traits:
         (path, name): value
         for path, module in block.named_modules()
         for name, value in sorted(vars(module).items())
-        if _is_plain(value) and not name.startswith("_rekindle")
+        if _is_plain(value) and not name.startswith(_NOT_OWN)
     }
+
+
+_NOT_OWN = ("_rekindle", "_fsdp", "_is_fsdp")
+"""Beginnings of attributes that say how a block is run: by a plan, or sharded."""
 
 
 def _is_plain(value: Any) -> bool:

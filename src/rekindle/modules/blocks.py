@@ -4,6 +4,8 @@ from collections import Counter
 
 from torch import nn
 
+from rekindle.modules.unwrapping import places, unwrapped
+
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a model by their paths.
@@ -18,6 +20,21 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     _collect(model, "", found)
     return found or {"": model}
+
+
+def unwrapped_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by their paths without wrappers: the same with wrappers and without.
+
+    >>> blocks = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+    >>> list(unwrapped_blocks(nn.DataParallel(nn.Sequential(*blocks))))
+    ['0', '1']
+    """
+    inner = unwrapped(model)
+    paths: dict[int, str] = {}
+    for path, place in places(inner).items():
+        paths.setdefault(id(inner.get_submodule(place)), path)
+    blocks = map(unwrapped, blocks_of(inner).values())
+    return {paths[id(block)]: block for block in blocks}
 
 
 def _collect(module: nn.Module, path: str, found: dict[str, nn.Module]) -> None:
