@@ -415,3 +415,17 @@ def saved_by(node: Any, name: str) -> Any:
         return getattr(node, f"_raw_saved_{name}").data
     except RuntimeError:  # a backward has freed it
         return None
+
+
+def default_store() -> Any:
+    """The key-value store by which the default process group was set up. No public form."""
+    from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415
+
+    return _get_default_store()
+
+
+def part_of_store(name: str, store: Any) -> Any:
+    """The part of a key-value store whose keys begin with a name."""
+    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415
+
+    return PrefixStore(name, store)

@@ -3,12 +3,14 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from rekindle.budget import profiling
-from rekindle.budget.agreement import agreed, has_others, highest
+from rekindle.budget.agreement import everyone, has_others, same_on_all
 from rekindle.budget.fingerprints import Fingerprints
 from rekindle.budget.placement import compute_device
 from rekindle.budget.plan import Plan
@@ -18,6 +20,7 @@ from rekindle.budget.planning import (
     plain_options,
     plain_prediction,
     plan_by,
+    plan_chosen,
     solved,
     with_nearby,
 )
@@ -31,6 +34,9 @@ from rekindle.budget.verifying import GradientError, verify_gradients
 from rekindle.budget.warning import warn_at_caller
 from rekindle.modules.application import apply
 from rekindle.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from rekindle.budget.solving import Choice  # needs scipy
 
 _log = logging.getLogger("rekindle")
 _TRIES = 4
@@ -100,8 +106,8 @@ def _tried_as_it_is(step: Step, limit: int, measured: Profile) -> Plan | None:
     trial = _tried_out(step, plan, measured, with_gradients=False)
     if trial is None:
         return None
-    peak = highest(trial.peak, _device(step))
-    return replace(plan.measured(peak, trial.seconds), plain_peak=peak, plain_time=trial.seconds)
+    peak, seconds = _most(trial)
+    return replace(plan.measured(peak, seconds), plain_peak=peak, plain_time=seconds)
 
 
 def fastest_within(step: Step, limit: int, measured: Profile, verify: Verify = "peak") -> Plan:
@@ -159,7 +165,7 @@ def _fastest(step: Step, limit: int, measured: Profile, verify: Verify) -> _Trie
     best = _within(step, limit, measured, verify)
     for profile in _with_fewer_means(measured, best[0]):
         plan = best[0]
-        late = agreed(_seconds(plan)) - plan.predicted_time
+        late = _seconds(plan) - plan.predicted_time
         if late <= max(_LATE * plan.predicted_time, _HARDLY):
             break
         tell("another plan")
@@ -167,7 +173,7 @@ def _fastest(step: Step, limit: int, measured: Profile, verify: Verify) -> _Trie
             other = _within(step, limit, profile, verify)
         except BudgetError:
             continue
-        if agreed(_seconds(other[0]) < _seconds(plan)):
+        if _seconds(other[0]) < _seconds(plan):
             best = other
     return best
 
@@ -201,20 +207,29 @@ def _with_fewer_means(profile: Profile, plan: Plan) -> Iterator[Profile]:
         yield solving.only(profile, lambda option: option.fate != "select")
 
 
-def _within(step: Step, limit: int, measured: Profile, verify: Verify) -> _Tried:
-    """A plan that was tried out, and found to stay within a limit."""
+def _chosen(measured: Profile, aim: int, is_last: bool) -> "Choice":
+    """A choice within an aim, or one that holds least: it may take less than is predicted."""
     from rekindle.budget import solving  # noqa: PLC0415
 
+    choice = None if is_last else solving.choose(measured, aim)
+    return choice or solving.smallest(measured)
+
+
+def _most(trial: Trial) -> tuple[int, float]:
+    """The highest peak and the longest time of all ranks' trials of one plan."""
+    trials = everyone((trial.peak, trial.seconds))
+    return max(peak for peak, _ in trials), max(seconds for _, seconds in trials)
+
+
+def _within(step: Step, limit: int, measured: Profile, verify: Verify) -> _Tried:
+    """A plan that was tried out, and found to stay within a limit."""
     aim, peak = limit, 0
     for i in range(_TRIES):
         tell("solve")
         if i == 0:
             plan = solved(measured, aim)
         else:
-            choice = solving.choose(measured, aim) if i < _TRIES - 1 else None
-            choice = choice or solving.smallest(measured)  # which may take less than predicted
-            plan = plan_by(measured, aim, choice.options, choice.prediction, choice.gap)
-        plan = agreed(plan)  # a solver that stops by the clock may find another on each rank
+            plan = plan_chosen(measured, aim, partial(_chosen, measured, aim, i == _TRIES - 1))
         tell("verify")
         compares = verify == "gradients" or (
             verify == "auto" and plan.predicted_time <= AFFORDABLE_SECONDS
@@ -226,15 +241,17 @@ def _within(step: Step, limit: int, measured: Profile, verify: Verify) -> _Tried
             peak = limit + 1
             _log.info("the step runs out of memory: planning again for %s", format_bytes(aim))
             continue
-        peak = highest(trial.peak, _device(step))
+        peak, seconds = _most(trial)
         if peak <= limit:
-            return plan.measured(peak, trial.seconds), trial.gradients
+            return plan.measured(peak, seconds), trial.gradients
         _log.info("the step peaks at %s: planning again", format_bytes(peak))
         aim -= peak - limit + max(limit // 200, 1)
     found = f"measured at {format_bytes(peak)}" if peak > limit + 1 else "out of memory"
-    raise BudgetError(
-        f"Plans for {format_bytes(limit)} were {found}, more than was predicted. Try a larger "
-        "budget, or free what else is on the device."
+    raise same_on_all(
+        BudgetError(
+            f"Plans for {format_bytes(limit)} were {found}, more than was predicted. Try a larger "
+            "budget, or free what else is on the device."
+        )
     )
 
 

@@ -1,5 +1,6 @@
 """The front door: `profile`, `solve`, `frontier`, `fit`."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, get_args
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from rekindle.budget import profiling
-from rekindle.budget.agreement import agreed, is_first
+from rekindle.budget.agreement import collective, decided, everyone, is_first, refuse_different
 from rekindle.budget.devices import Device
 from rekindle.budget.fake import has_no_memory
 from rekindle.budget.fitting import fitted
@@ -28,7 +29,9 @@ from rekindle.budget.standing import Fitting, Verify, keep_fitted
 from rekindle.budget.static import optimizer_bytes, static_bytes
 from rekindle.budget.step import Step
 from rekindle.budget.values import Nearby, Profile
+from rekindle.budget.worst import outline_of, worst
 from rekindle.modules.application import apply
+from rekindle.modules.unwrapping import class_name
 
 
 def profile(
@@ -41,8 +44,12 @@ def profile(
     like: Like = None,
     spill: bool = False,
     progress: bool | None = None,
+    group: Any = None,
 ) -> Profile:
     """Measure a model's training step, block by block. The model ends as it was.
+
+    In a distributed run it is a collective call: all ranks of a group make it, and get what was
+    measured on the rank with the most. An error on one of them is raised on all.
 
     With `device="meta"` nothing is measured: the step runs on tensors without memory, and no device
     is needed. The model and the batch may be on any, the meta device too.
@@ -72,7 +79,27 @@ def profile(
             to host memory; on a CPU, plans send nothing away without it.
         progress: whether to show how far it is, once it takes longer than two seconds: a bar on
             stderr (with rich; else lines in the log). None: if stderr is a terminal.
+        group: the ranks that run the model together: a process group, or a `DeviceMesh` of one
+            dimension. None: all ranks. The ranks of one stage of a pipeline, or one rank alone
+            (`torch.distributed.new_group([rank], use_local_synchronization=True)`), go by
+            themselves. With `device="meta"` each rank goes by itself.
     """
+    if _is_meta(device):
+        return _profile(model, batch, loss, optimizer, True, like, spill, progress)
+    with collective("profile", group):
+        return _profile(model, batch, loss, optimizer, False, like, spill, progress)
+
+
+def _profile(
+    model: nn.Module,
+    batch: Any,
+    loss: Any,
+    optimizer: Any,
+    on_meta: bool,
+    like: Like,
+    spill: bool,
+    progress: bool | None,
+) -> Profile:
     if not isinstance(model, nn.Module):
         raise TypeError(f"profile() takes a model, but got {type(model).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
@@ -84,7 +111,6 @@ def profile(
         )
     _check_options(optimizer, spill)
     given = checked_loss(loss, batch)
-    on_meta = _is_meta(device)
     if like is not None and not on_meta:
         raise ValueError('like= is for device="meta": elsewhere, times are measured')
     if like is not None and not isinstance(like, str | Device | Profile):
@@ -96,6 +122,7 @@ def profile(
     _need_scipy()
     if not on_meta:
         _refuse_without_memory(model)
+        refuse_different(spill=spill, loss="none" if loss is None else "given")
     with shown(_progress(progress)):
         if on_meta:
             found = imagine(model, batch, optimizer, like, given)
@@ -137,18 +164,39 @@ def _is_meta(device: Any) -> bool:
     raise ValueError(f'device should be "meta", or nothing to measure, but got {device!r}')
 
 
-def solve(profile: Profile, budget: int | str) -> Plan:
+def solve(profile: Profile, budget: int | str, *, group: Any = None) -> Plan:
     """The plan that keeps the step's peak within a budget at the least time.
 
     Args:
         profile: what `profile` measured.
         budget: bytes, as an `int` or like `"24GiB"`, for everything on the device; or a share of
             the activations' peak without a plan, like `"40%"`.
+        group: ranks that get one plan, for the smallest of their budgets and the worst of their
+            profiles: a process group, or a mesh of one dimension, all of whose ranks make the call.
+            None: a plan for this rank alone, by nothing but this profile.
     """
+    with _together("solve", group):
+        profile = _agreed_profile(profile, "solve")
+        return with_nearby(profile, solved(profile, budget_bytes(profile, budget)))
+
+
+def _together(call: str, group: Any) -> AbstractContextManager[None]:
+    """Around a call that needs no other ranks, but may be made with those of a group."""
+    return nullcontext() if group is None else collective(call, group)
+
+
+def _agreed_profile(profile: Any, call: str) -> Profile:
+    """A profile that is given, checked; with the most that those of other ranks have."""
     if not isinstance(profile, Profile):
-        raise TypeError(f"solve() takes a profile, but got {type(profile).__name__}")
+        raise TypeError(f"{call}() takes a profile, but got {type(profile).__name__}")
     _need_scipy()
-    return with_nearby(profile, solved(profile, budget_bytes(profile, budget)))
+    profiles = everyone(profile)
+    if any(outline_of(other) != outline_of(profile) for other in profiles):
+        raise ValueError(
+            "The profiles that ranks were given are not of one measurement: they have other blocks "
+            "or options. Call rekindle.profile on all ranks of the group at a time."
+        )
+    return worst(profiles, profile)
 
 
 @dataclass(frozen=True)
@@ -160,28 +208,32 @@ class Point:
     plan: Plan
 
 
-def frontier(profile: Profile, points: int = 8, *, progress: bool | None = None) -> list[Point]:
+def frontier(
+    profile: Profile, points: int = 8, *, progress: bool | None = None, group: Any = None
+) -> list[Point]:
     """Plans from the plain peak down to the least that works: what less memory costs in time.
 
     Args:
         profile: what `profile` measured.
         points: how many to look for, at even distances in memory; those that are alike are one.
         progress: as for `profile`.
+        group: as for `solve`.
     """
-    if not isinstance(profile, Profile):
-        raise TypeError(f"frontier() takes a profile, but got {type(profile).__name__}")
-    if not isinstance(points, int) or isinstance(points, bool) or points < 1:
-        raise ValueError(f"points should be a whole number from 1 on, but got {points!r}")
-    _need_scipy()
-    with shown(_progress(progress)):
-        return _frontier(profile, points)
+    with _together("frontier", group):
+        profile = _agreed_profile(profile, "frontier")
+        if not isinstance(points, int) or isinstance(points, bool) or points < 1:
+            raise ValueError(f"points should be a whole number from 1 on, but got {points!r}")
+        refuse_different(points=points)
+        with shown(_progress(progress)):
+            return _frontier(profile, points)
 
 
 def _frontier(profile: Profile, points: int) -> list[Point]:
     from rekindle.budget import solving  # noqa: PLC0415
 
     tell("the least that works")
-    highest, least = plain_prediction(profile).peak, solving.smallest(profile).prediction.peak
+    highest = plain_prediction(profile).peak
+    least = decided(lambda: solving.smallest(profile).prediction.peak)
     found: list[Point] = []
     for i in each(range(points), "point"):
         budget = highest - (highest - least) * i // max(points - 1, 1)
@@ -211,6 +263,7 @@ def fit(
     spill: bool = False,
     verify: Verify = "auto",
     progress: bool | None = None,
+    group: Any = None,
 ) -> Plan:
     """Make a training step of a model fit a budget, at the smallest cost in time, in place.
 
@@ -218,8 +271,11 @@ def fit(
     with less, and one whose gradients are not those of a step without it is never applied. A model
     that fits as it is is left as it is. When the model is called with more than it was planned for,
     it is planned again, and a log line says so; `plan_of` has the plan that holds.
-    `rekindle.remove(model)` undoes it. In a distributed run all ranks call it, and get the plan of
-    the first.
+    `rekindle.remove(model)` undoes it.
+
+    In a distributed run it is a collective call: all ranks of a group make it. The smallest of
+    their budgets counts, and what was measured on the rank with the most; all get one plan. An
+    error on one of them is raised on all.
 
     >>> import torch, rekindle
     >>> block = lambda: torch.nn.Sequential(
@@ -246,52 +302,54 @@ def fit(
             gradients with; `"peak"` does not; `"auto"` does if a step is predicted to take less
             than a minute. `plan.verified` says what was found.
         progress: as for `profile`.
+        group: as for `profile`: the ranks that plan together.
     """
-    checked_budget(budget)
-    _check_options(optimizer, spill)
-    if verify not in get_args(Verify):
-        raise ValueError(f'verify should be "auto", "gradients" or "peak", but got {verify!r}')
-    given = checked_loss(loss, batch)
-    if profile is not None:
-        _check_measured(profile, model, batch, given)
-        if spill and not _spills(profile):
-            raise ValueError(
-                "spill=True, but the profile was measured without it: "
-                "rekindle.profile(..., spill=True)"
-            )
-    with shown(_progress(progress)):
-        return _fit(model, batch, budget, given, optimizer, profile, spill, verify)
+    with collective("fit", group), shown(_progress(progress)):
+        return _fit(model, batch, budget, loss, optimizer, profile, spill, verify)
 
 
 def _fit(
     model: nn.Module,
     batch: Any,
     budget: int | str,
-    loss: Loss | None,
+    loss: Any,
     optimizer: Any,
     known: Profile | None,
     spill: bool,
     verify: Verify,
 ) -> Plan:
+    checked_budget(budget)
+    _check_options(optimizer, spill)
+    if verify not in get_args(Verify):
+        raise ValueError(f'verify should be "auto", "gradients" or "peak", but got {verify!r}')
+    given = checked_loss(loss, batch)
+    if known is not None:
+        _check_measured(known, model, batch, given)
+        if spill and not _spills(known):
+            raise ValueError(
+                "spill=True, but the profile was measured without it: "
+                "rekindle.profile(..., spill=True)"
+            )
+    refuse_different(verify=verify, profile="none" if known is None else "given")
     if known is None:
-        function = None if loss is None else loss.function
-        known = profile(model, batch, loss=function, optimizer=optimizer, spill=spill)
+        measured = profile(model, batch, loss=loss, optimizer=optimizer, spill=spill)
     else:
         if known.loss == "none":
             warn_without_loss(known.batch)
         if optimizer is not None:
             known = _with_state(known, model, batch, optimizer)
-    measured, step = agreed(known), Step(model, batch, loss)
+        measured = _agreed_profile(known, "fit")
+    step = Step(model, batch, given)
     plan = fitted(step, budget, measured, verify)
     apply(model, plan)
-    is_outside = loss is not None or step.function is not None
+    is_outside = given is not None or step.function is not None
     fitting = Fitting(
         budget,
         optimizer_bytes=optimizer_bytes(optimizer, compute_device(model)),
         rest_peak=measured.rest_peak if is_outside else 0,
         output_held=measured.output_held,
         spill=spill or _spills(measured),
-        loss=loss,
+        loss=given,
         verify=verify,
     )
     keep_fitted(model, fitting)
@@ -309,9 +367,9 @@ def _check_measured(profile: Any, model: nn.Module, batch: Any, loss: Loss | Non
     """A profile that is given is one of this model, batch and loss."""
     if not isinstance(profile, Profile):
         raise TypeError(f"profile should be a Profile, but got {type(profile).__name__}")
-    if profile.model != type(model).__name__:
+    if profile.model not in (class_name(model), type(model).__name__):
         raise ValueError(
-            f"The profile is of a {profile.model}, but the model is a {type(model).__name__}"
+            f"The profile is of a {profile.model}, but the model is a {class_name(model)}"
         )
     shapes = Step(model, batch).shapes()
     if profile.batch != shapes:

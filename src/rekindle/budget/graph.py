@@ -8,6 +8,7 @@ alone, such as their casts under autocast, counts as coming from outside. Ops ha
 have under a policy (`ctx.number`), and the addresses by which a plan finds them again.
 """
 
+import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -67,6 +68,15 @@ class Graph:
     """Values that autograd saves."""
     saves: tuple[int | None, ...] = ()
     """What autograd saves, one after the other: a value, or None for what comes from outside."""
+    communicates: bool = False
+    """Whether the block runs collectives: ranks then have to recompute the same of them."""
+
+    def structure(self) -> str:
+        """A digest of all but sizes and seconds: what has the same runs the same ops."""
+        ops = [replace(op, seconds=0.0) for op in self.ops]
+        values = [replace(value, nbytes=0) for value in self.values]
+        told = repr((ops, values, sorted(self.saved), self.saves))
+        return hashlib.sha256(told.encode()).hexdigest()
 
 
 _FIXED = -1
@@ -136,6 +146,7 @@ class _GraphMode(TorchDispatchMode):
         self._device = device
         self._whereabouts = None if block is None else Whereabouts(block)
         self.counts: Counter[str] = Counter()
+        self.communicates = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -151,6 +162,7 @@ class _GraphMode(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         built = self._built
+        self.communicates |= _is_collective(func, given)
         if kind is Kind.CHANGES or kind is Kind.OPAQUE:
             built.changed.update(i for i in map(built.find, given) if i is not None)
         if not made:
@@ -204,7 +216,17 @@ def record(forward: Callable[[], Any], device: Device, block: nn.Module | None =
     )
     values = (replace(value, changes=i in built.changed) for i, value in enumerate(built.values))
     saved = frozenset(index for index in built.saves if index is not None)
-    return Graph(ops, tuple(values), saved, tuple(built.saves))
+    return Graph(ops, tuple(values), saved, tuple(built.saves), mode.communicates)
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+def _is_collective(func: Any, given: list[Tensor]) -> bool:
+    """Whether an op sends something to other ranks, or may do so, as those of a `DTensor`."""
+    if getattr(func, "namespace", None) in _COLLECTIVES:
+        return True
+    return any(hasattr(tensor, "device_mesh") for tensor in given if type(tensor) is not Tensor)
 
 
 def _key(tensor: Tensor) -> int:

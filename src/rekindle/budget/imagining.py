@@ -16,6 +16,7 @@ from rekindle.budget.profiling import Bench, measure
 from rekindle.budget.static import optimizer_bytes
 from rekindle.budget.step import Step
 from rekindle.budget.values import Profile
+from rekindle.modules.unwrapping import class_name
 
 Like = str | Device | Profile | None
 """Whose times are taken: those of a device by its name, of one that is described, as measured, or
@@ -41,9 +42,9 @@ def _imagine_by(
     like: Profile, model: nn.Module, batch: Any, optimizer: Any, loss: Loss | None
 ) -> Profile:
     """With blocks, and times of the rest, as they were measured."""
-    if type(model).__name__ != like.model:
+    if class_name(model) != like.model:
         raise ValueError(
-            f"The profile is of a {like.model}, but the model is a {type(model).__name__}"
+            f"The profile is of a {like.model}, but the model is a {class_name(model)}"
         )
     shapes = Step(model, batch).shapes()
     if shapes != like.batch:

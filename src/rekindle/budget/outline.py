@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rekindle.budget.agreement import wait_for_all
 from rekindle.budget.cast_cache import CacheWatch
 from rekindle.budget.memory import Meter, metered, storages_of, unmetered
 from rekindle.budget.shapes import elements, input_shapes
@@ -27,6 +28,7 @@ from rekindle.budget.turns import on_this_thread
 from rekindle.errors import RekindleError
 from rekindle.internals import storage_key
 from rekindle.modules.application import apply, undo
+from rekindle.modules.unwrapping import in_places
 from rekindle.parallel import sharded_parameters
 from rekindle.replay import ambient
 
@@ -72,7 +74,7 @@ def outline(
     step: Step, blocks: dict[str, nn.Module], device: torch.device, clock: Clock, key_of: KeyOf
 ) -> Seen:
     """Run a step with every block recomputed, and see what its blocks are given and hold."""
-    apply(step.model, dict.fromkeys(blocks, "recompute"))
+    apply(step.model, in_places(step.model, dict.fromkeys(blocks, "recompute")))
     torch.clear_autocast_cache()  # so that casts count which an autocast around all this holds
     with metered(device, step.there_before()) as meter:
         watch = _Watch(step.model, blocks, meter, device)
@@ -200,6 +202,7 @@ def _gather_calls(step: Step, blocks: dict[str, nn.Module], key_of: KeyOf, seen:
             stack.callback(block.register_forward_hook(after).remove)
         loss = step.loss()
         gathering.ended()
+    wait_for_all()  # before a backward that one may not come to
     if sharded_parameters(step.model):
         loss.backward()  # FSDP minds a forward without one
     if gathering.order != seen.order:

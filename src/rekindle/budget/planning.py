@@ -1,14 +1,18 @@
 """A plan for a budget, by a profile alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rekindle.budget.agreement import decided, everyone
 from rekindle.budget.plan import Plan
 from rekindle.budget.simulate import simulate
 from rekindle.budget.values import Option, Prediction, Profile
 from rekindle.errors import RekindleError
 from rekindle.sizes import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from rekindle.budget.solving import Choice  # needs scipy
 
 
 class BudgetError(RekindleError):
@@ -19,8 +23,10 @@ def solved(profile: Profile, limit: int) -> Plan:
     """The plan for a budget; an error that says what would work, if there is none."""
     from rekindle.budget import solving  # noqa: PLC0415
 
-    choice = solving.choose(profile, limit)
-    if choice is None:
+    def chosen() -> "Choice":
+        choice = solving.choose(profile, limit)
+        if choice is not None:
+            return choice
         least = solving.smallest(profile)
         least_kib = -(-least.prediction.peak // 1024)
         raise BudgetError(
@@ -28,7 +34,25 @@ def solved(profile: Profile, limit: int) -> Plan:
             f"of which {format_bytes(profile.static_bytes)} are parameters, gradients, optimizer "
             f"state and the batch; the peak is in {least.prediction.at}."
         )
-    return plan_by(profile, limit, choice.options, choice.prediction, choice.gap)
+
+    return plan_chosen(profile, limit, chosen)
+
+
+def plan_chosen(profile: Profile, limit: int, choose: "Callable[[], Choice]") -> Plan:
+    """The plan by what the first rank chooses: a solver that stops by the clock chooses anything.
+
+    Each rank has the options of its own profile at the places in the menus that were chosen.
+    """
+
+    def decision() -> tuple[list[int], Prediction, float]:
+        choice = choose()
+        menus = (profile.options(i) for i in range(len(profile.order)))
+        places = [menu.index(o) for menu, o in zip(menus, choice.options, strict=True)]
+        return places, choice.prediction, choice.gap
+
+    places, prediction, gap = decided(decision)
+    options = [profile.options(i)[place] for i, place in enumerate(places)]
+    return plan_by(profile, limit, options, prediction, gap)
 
 
 def with_nearby(profile: Profile, plan: Plan) -> Plan:
@@ -37,7 +61,7 @@ def with_nearby(profile: Profile, plan: Plan) -> Plan:
 
     options = tuple(option for _, _, option in plan.blocks)
     now = Prediction(plan.predicted_peak, plan.predicted_time)
-    less, more = nearby(profile, plan.budget, options, now)
+    less, more = decided(lambda: nearby(profile, plan.budget, options, now))
     return replace(plan, less=less, more=more)
 
 
@@ -79,12 +103,15 @@ def plain_options(profile: Profile) -> list[Option]:
 
 
 def budget_bytes(profile: Profile, budget: int | str) -> int:
-    """A budget in bytes: as given, or a share of the activations' peak on top of what is static."""
+    """A budget in bytes: as given, or a share of the activations' peak on top of what is static.
+
+    The least of all ranks'.
+    """
     share = checked_budget(budget)
     if isinstance(share, float):
         activations = plain_prediction(profile).peak - profile.static_bytes
-        return profile.static_bytes + int(share * activations)
-    return share
+        share = profile.static_bytes + int(share * activations)
+    return min(everyone(share))
 
 
 def checked_budget(budget: Any) -> int | float:

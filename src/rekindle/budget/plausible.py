@@ -9,7 +9,7 @@ plain block's time. So no plan is predicted to be faster than no plan.
 from collections.abc import Callable
 from dataclasses import replace
 
-from rekindle.budget.agreement import agreed
+from rekindle.budget.agreement import everyone
 from rekindle.budget.values import Option
 
 TimeAgain = Callable[[list[Option]], list[Option]]
@@ -17,10 +17,12 @@ TimeAgain = Callable[[list[Option]], list[Option]]
 
 
 def plausible(options: list[Option], time_again: TimeAgain) -> list[Option]:
-    """A block's options, of which the first keeps all, with times that can be."""
-    keep = options[0]
-    assert keep.fate == "keep", "the others are compared with it"
-    if agreed(any(_is_too_fast(option, keep) for option in options)):
+    """A block's options, of which the first keeps all, with times that can be.
+
+    All ranks time theirs again if one has to. A rank that has not run the block has no options.
+    """
+    is_odd = any(_is_too_fast(option, options[0]) for option in options)
+    if any(everyone(is_odd)) and options:
         options = time_again(options)
     return [at_least(option, options[0]) for option in options]
 

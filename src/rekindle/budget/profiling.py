@@ -12,23 +12,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from rekindle.budget.agreement import agreed
+from rekindle.budget.agreement import everyone, same_on_all
 from rekindle.budget.alone import Lone
-from rekindle.budget.graph import Graph
+from rekindle.budget.joint_menu import joint_menu
 from rekindle.budget.link import bytes_per_second
 from rekindle.budget.loss import Loss
 from rekindle.budget.memory import metered_as_a_whole
-from rekindle.budget.names import named
-from rekindle.budget.options import (
-    deriving,
-    keeping_saves,
-    offloading,
-    selecting,
-    undominated,
-    with_casts,
-)
-from rekindle.budget.outline import Seen, outline
-from rekindle.budget.plausible import at_least, plausible
+from rekindle.budget.options import with_casts
+from rekindle.budget.outline import Call, Seen, outline
 from rekindle.budget.progress import each, tell
 from rekindle.budget.simulate import cached_after_blocks, simulate
 from rekindle.budget.static import static_bytes
@@ -38,7 +29,9 @@ from rekindle.budget.together import told_together
 from rekindle.budget.traits import Traits, traits_of
 from rekindle.budget.untouched import repeatable
 from rekindle.budget.values import BlockProfile, Option, Profile
-from rekindle.modules.blocks import blocks_of
+from rekindle.budget.worst import Joint, Kind, Run, join, worst
+from rekindle.modules.blocks import unwrapped_blocks
+from rekindle.modules.unwrapping import class_name
 from rekindle.offload.options import TierName
 from rekindle.parallel import gathered_around
 from rekindle.replay import ambient
@@ -79,18 +72,21 @@ def measure(
     """The profile of a model's training step; the model ends as it was."""
     device = bench.device
     step = Step(model, batch, loss)
-    blocks = blocks_of(model)
+    blocks = unwrapped_blocks(model)
     _refuse_scripts(blocks)
-    static = static_bytes(model, optimizer, device, step.tensors())
+    _refuse_other_models(model, blocks)
+    static = max(everyone(static_bytes(model, optimizer, device, step.tensors())))
     with repeatable(step), metered_as_a_whole(device, step.there_before()) as whole:
         tell("outline")
         seen = outline(step, blocks, device, bench.clock, partial(_key, blocks, traits_of(blocks)))
         if not seen.order:
             raise ValueError("The step ran none of the model's blocks: does it call the model?")
+        joint = join(everyone(_run(seen)), blocks)
         with gathered_around(model, blocks.values()):
-            profiles, order = _profiles(blocks, seen, bench)
+            profiles = _profiles(blocks, seen, joint, bench)
+        order = [(path, joint.numbers[path]) for path in joint.order]
         found = Profile(
-            model=type(model).__name__,
+            model=class_name(model),
             device=bench.name,
             batch=step.shapes(),
             static_bytes=static,
@@ -102,11 +98,11 @@ def measure(
             order=tuple(order),
             first_peak=seen.first_peak,
             last_peak=seen.last_peak,
-            between=tuple(seen.between),
-            passed=_passed(seen.passed, [profiles[index] for _, index in order]),
+            between=joint.between,
+            passed=_passed(joint.passed, [profiles[index] for _, index in order]),
             inputs=seen.inputs,
-            unused=tuple(path for path in blocks if path not in seen.order),
-            cast_epochs=tuple(seen.cast_epochs) if _has_casts(profiles) else (),
+            unused=tuple(path for path in blocks if path not in joint.order),
+            cast_epochs=joint.cast_epochs if _has_casts(profiles) else (),
             cached_rest_peak=max(seen.cached_rest_peak, 0),
             casts_in_backward=seen.casts_in_backward,
             recompute_peak=static + seen.peak,
@@ -116,13 +112,35 @@ def measure(
         if seen.casts_gone:  # what was freed with the cache had been counted as there
             casts = cached_after_blocks(found, _recomputed(found))
             found = replace(found, rest_peak=found.rest_peak + casts)
-        found = replace(found, rest_seconds=max(seen.seconds - _recomputed_seconds(found), 0.0))
+        found = worst(everyone(found), found)
+        found = replace(found, rest_seconds=max(joint.seconds - _recomputed_seconds(found), 0.0))
         if bench.shows_more_together:
             tell("all blocks together")
             found = told_together(model, found, partial(bench.clock.timed, step))
         if not bench.clock.is_exact:  # else nothing was allocated
-            found = replace(found, planning_peak=static + whole.peak())
+            found = replace(found, planning_peak=static + max(everyone(whole.peak())))
     return found
+
+
+def _run(seen: Seen) -> Run:
+    """What other ranks need to know of this one's step."""
+    kinds = {path: cast("Kind", key) for path, key in seen.keys.items()}
+    arrays = tuple(seen.between), tuple(seen.passed), tuple(seen.cast_epochs)
+    return Run(tuple(seen.order), kinds, *arrays, seen.seconds)
+
+
+def _refuse_other_models(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+    """Ranks that plan together have the same model; they need not run the same blocks of it."""
+    kinds = {path: class_name(block) for path, block in blocks.items()}
+    models = everyone((class_name(model), kinds))
+    if any(other != models[0] for other in models):
+        told = " and ".join(dict.fromkeys(f"{name} with {len(own)} blocks" for name, own in models))
+        raise same_on_all(
+            ValueError(
+                f"Ranks that plan together have to have the same model, but have {told}. Stages of "
+                "a pipeline are planned apart: give group= the process group of one stage's ranks."
+            )
+        )
 
 
 def _refuse_scripts(blocks: dict[str, nn.Module]) -> None:
@@ -136,7 +154,7 @@ def _refuse_scripts(blocks: dict[str, nn.Module]) -> None:
             )
 
 
-def _passed(seen: list[int], blocks: list[BlockProfile]) -> tuple[int, ...]:
+def _passed(seen: tuple[int, ...], blocks: list[BlockProfile]) -> tuple[int, ...]:
     """What each block is handed that nobody holds, not even the block that made it."""
     let_go = [0, *(block.output_let_go for block in blocks)]
     return tuple(min(pair) for pair in zip(seen, let_go, strict=False))
@@ -159,23 +177,46 @@ def _recomputed(profile: Profile) -> list[Option]:
 
 
 def _profiles(
-    blocks: dict[str, nn.Module], seen: Seen, bench: Bench
-) -> tuple[list[BlockProfile], list[tuple[str, int]]]:
-    first = {key: path for path, key in reversed(seen.keys.items())}
+    blocks: dict[str, nn.Module], seen: Seen, joint: Joint, bench: Bench
+) -> list[BlockProfile]:
+    """The blocks of each kind, run alone on all ranks that ran one of them in the step."""
+    first: dict[int, str] = {}
+    for path in seen.order:
+        first.setdefault(joint.numbers[path], path)
+    last_use = {seen.keys[path]: number for number, path in sorted(first.items())}
+    called = {key: path for path, key in reversed(seen.keys.items())}
+    """By key: the block whose call was gathered."""
     profiles = []
-    for key in each(list(seen.calls), "block"):
-        path, (signature, around) = first[key], cast("tuple[str, str]", key)
-        block = blocks[path]
-        call = seen.calls.pop(key)
-        if bench.known is not None:
-            profiles.append(_known_block(bench.known, path, signature, around))
+    for number, kind in enumerate(each(joint.kinds, "block")):
+        own = first.get(number)
+        if own is None:
+            path = next(path for path, other in joint.numbers.items() if other == number)
+            options = with_casts(joint_menu(None, bench.bytes_per_second, bench.tier))
+            found = BlockProfile(class_name(blocks[path]), kind[0], options, kind[1], _NOT_RUN)
         else:
-            run = Lone(block, call, bench.device, bench.clock, seen.around[key])
-            options = with_casts(_menu(run, bench))
-            kind, let_go = type(block).__name__, run.output_let_go
-            profiles.append(BlockProfile(kind, signature, options, around, let_go))
-    index = {key: i for i, key in enumerate(seen.around)}
-    return profiles, [(path, index[seen.keys[path]]) for path in seen.order]
+            key = seen.keys[own]
+            call = seen.calls.pop(key) if last_use[key] == number else seen.calls[key]
+            found = _block_profile(called[key], blocks[called[key]], call, seen, bench)
+            del call
+        profiles.append(found)
+    return profiles
+
+
+def _block_profile(
+    path: str, block: nn.Module, call: Call, seen: Seen, bench: Bench
+) -> BlockProfile:
+    """A block, run alone with the arguments of one of its calls."""
+    signature, around = cast("Kind", seen.keys[path])
+    if bench.known is not None:
+        return _known_block(bench.known, path, signature, around)
+    run = Lone(block, call, bench.device, bench.clock, seen.around[seen.keys[path]])
+    options = with_casts(joint_menu(run, bench.bytes_per_second, bench.tier))
+    return BlockProfile(class_name(block), signature, options, around, run.output_let_go)
+
+
+_NOT_RUN = 2**62
+"""Bytes that a block lets go of which this rank has not run: another one has, and the least of all
+counts."""
 
 
 def _key(
@@ -206,45 +247,7 @@ def _known_block(known: Profile, path: str, signature: str, around: str) -> Bloc
 def _signature(block: nn.Module, call: tuple[Any, Any], traits: Traits) -> str:
     shapes = [f"{name} {shape_of(p)}" for name, p in block.named_parameters()]
     settings = [f"{path}.{name}={value!r}".lstrip(".") for (path, name), value in traits.items()]
-    return f"{type(block).__name__}({', '.join([*shapes, *settings])}) of {shapes_of(call)}"
-
-
-def _menu(run: Lone, bench: Bench) -> tuple[Option, ...]:
-    """The options of a block, each measured, without those that another is better than."""
-    from rekindle.budget.menu import keep_sets  # needs scipy  # noqa: PLC0415
-
-    graph = run.graph()
-    candidates = [Option("keep"), Option("recompute")]
-    candidates += deriving(run.derivable(graph), graph)
-    candidates += [selecting(kept, graph) for kept in keep_sets(graph)]
-    candidates = agreed(candidates)  # a block that is sharded is gathered by all ranks at a time
-    options = [run.measured(option) for option in each(candidates, "option")]
-    options = plausible(options, run.timed_again)
-    if bench.bytes_per_second:
-        whole = at_least(run.measured(keeping_saves(graph)), options[0])
-        host = _host_of_a_move(run, whole, graph, bench.tier)
-        several = [whole, *(o for o in options if o.fate in ("derive", "select"))]
-        options += [
-            less for option in several for less in offloading(option, graph, host, bench.tier)
-        ]
-    return tuple(named(option, graph) for option in undominated(options))
-
-
-def _host_of_a_move(run: Lone, whole: Option, graph: Graph, tier: TierName) -> tuple[float, float]:
-    """Seconds that it takes the host to send a result away, and to bring it back."""
-    moving = offloading(whole, graph, tier=tier)[:-1]  # the n-th moves n results, the last any
-    if not whole.forward_host or not moving:
-        return 0.0, 0.0
-    moved = run.measured(moving[-1])
-    count = max(len(moving) - _STAYING, 1)
-    return (
-        max(moved.forward_host - whole.forward_host, 0.0) / count,
-        max(moved.backward_host - whole.backward_host, 0.0) / count,
-    )
-
-
-_STAYING = 2
-"""Results that stay after all, because the backward wants them first."""
+    return f"{class_name(block)}({', '.join([*shapes, *settings])}) of {shapes_of(call)}"
 
 
 def _name(device: torch.device) -> str:

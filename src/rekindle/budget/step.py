@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from rekindle.budget.agreement import wait_for_all
 from rekindle.budget.fingerprints import Fingerprints, Gathering
 from rekindle.budget.loss import A_FUNCTION, Loss, in_form, scalar_in
 from rekindle.budget.memory import bytes_of, storages_of
@@ -43,6 +44,8 @@ class Step:
         self._gathering: Gathering | None = None
         self.before_each: Callable[[], None] | None = None
         """Called before each forward, if set: puts random states back, so that all are alike."""
+        self.is_first = False
+        """Whether the next run is the first of several: then ranks wait for each other in it."""
         self.call = Call((), {})
         if isinstance(batch, Call):
             self.call = batch
@@ -64,6 +67,9 @@ class Step:
         out, loss = self._forward()
         if self._given_loss is None:
             del out
+        if self.is_first:  # a rank that failed in its forward does not come to reduce gradients
+            self.is_first = False
+            wait_for_all()
         if self._others is None:
             own = set(self.model.parameters())
             self._others = {leaf: leaf.grad for leaf in _leaves_of(loss) if leaf not in own}

@@ -11,10 +11,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from rekindle.budget.agreement import everyone, has_others
 from rekindle.budget.execute import what_of
 from rekindle.budget.simulate import simulate
 from rekindle.budget.values import Option, Profile
 from rekindle.modules.application import apply, undo
+from rekindle.modules.unwrapping import in_places
 
 
 def told_together(
@@ -26,10 +28,13 @@ def told_together(
     if not count:
         return profile
     paths = (path for path, _ in profile.order)
-    apply(model, {path: what_of(o) for path, o in zip(paths, leanest, strict=True)})
+    ways = {path: what_of(option) for path, option in zip(paths, leanest, strict=True)}
+    apply(model, in_places(model, ways))
     try:
-        taken = seconds_of_a_step()
+        taken = max(everyone(seconds_of_a_step()))
     except torch.OutOfMemoryError:  # it holds more than with everything recomputed
+        if has_others():  # which would wait for a rank that does not run its step
+            raise
         return profile
     finally:
         undo(model)

@@ -70,11 +70,11 @@ def rewound(model: nn.Module) -> Iterator[None]:
 def repeatable(step: Step) -> Iterator[None]:
     """Inside, every run of a step draws the same random numbers; the model ends as it was."""
     with untouched(step.model, step.see_gradient) as rewind, step.leaving_no_gradients():
-        step.before_each = rewind
+        step.before_each, step.is_first = rewind, True
         try:
             yield
         finally:
-            step.before_each = None
+            step.before_each, step.is_first = None, False
 
 
 def _put_back_forwards(forwards: dict[nn.Module, Forward | None]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rekindle.budget.agreement import highest
+from rekindle.budget.agreement import everyone, first_told, same_on_all
 from rekindle.budget.fingerprints import Fingerprint, Fingerprints, differing
 from rekindle.budget.plan import Plan
 from rekindle.budget.simulate import simulate
@@ -25,6 +25,7 @@ from rekindle.budget.untouched import repeatable
 from rekindle.budget.values import Option, Profile
 from rekindle.errors import RekindleError
 from rekindle.modules.application import apply, undo
+from rekindle.modules.unwrapping import in_places
 
 BIT_FOR_BIT = "gradients bit for bit"
 _AGAIN = 2
@@ -52,16 +53,16 @@ def verify_gradients(
     if not changed:
         return None
     how = f"with {len(changed)} of {len(fates)} blocks run another way"
-    device = next(step.model.parameters()).device
     reference = _gradients(step, fates)
     others = differing(found, reference)
-    if not highest(len(others), device):
+    count = max(everyone(len(others)))
+    if not count:
         return f"{BIT_FOR_BIT}, {how}"
     again = [_gradients(step, fates) for _ in range(_AGAIN)]
     wrong = [key for key in others if not _is_within(found[key], reference[key], again, key)]
-    if highest(len(wrong), device):
-        raise GradientError(_told(plan, found, reference, wrong))
-    count = highest(len(others), device)
+    error = _told(plan, found, reference, wrong) if wrong else None
+    if (told := first_told(error)) is not None:
+        raise same_on_all(GradientError(told))
     parameters = "1 parameter" if count == 1 else f"{count} parameters"
     return f"{BIT_FOR_BIT} but for {parameters}, within the run-to-run spread, {how}"
 
@@ -105,7 +106,7 @@ def _options(measured: Profile, fates: dict[str, str]) -> list[Option]:
 def _gradients(step: Step, fates: dict[str, str]) -> Fingerprints:
     """The gradients of one step by some fates, from the state that the model is in; it stays so."""
     with repeatable(step):
-        apply(step.model, fates)
+        apply(step.model, in_places(step.model, fates))
         found = step.fingerprints()
         undo(step.model)
     return found
@@ -126,10 +127,6 @@ def _is_within(
 
 
 def _told(plan: Plan, found: Fingerprints, reference: Fingerprints, wrong: Sequence[Any]) -> str:
-    if not wrong:
-        return (
-            "On another rank, a step under the plan has wrong gradients. This is a bug in rekindle."
-        )
     named = [
         f"  {_place(key, plan)}: off by {_share(found[key], reference[key])}"
         for key in wrong[:_NAMED]
