@@ -130,7 +130,7 @@ def every_third(graph: Graph) -> list[frozenset[int]]:
 def same_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Menus have the same options, whatever the times are."""
     monkeypatch.setattr("rekindle.budget.menu.keep_sets", every_third)
-    monkeypatch.setattr("rekindle.budget.profiling.undominated", list)
+    monkeypatch.setattr("rekindle.budget.joint_menu.undominated", list)
 
 
 @pytest.fixture

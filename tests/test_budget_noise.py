@@ -141,7 +141,7 @@ def test_the_least_budget_of_a_profile_does_not_depend_on_the_clock(
 def test_which_results_may_be_kept_does_not_depend_on_the_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(profiling, "undominated", list)
+    monkeypatch.setattr("rekindle.budget.joint_menu.undominated", list)
     menus = {
         tuple((option.fate, option.kept, option.derived) for option in profile.blocks[0].options)
         for profile in (measured(seed, monkeypatch) for seed in range(3))

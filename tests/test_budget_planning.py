@@ -47,13 +47,13 @@ def test_layers_that_are_alike_are_measured_once(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = []
-    menu = rekindle.budget.profiling._menu
+    menu = rekindle.budget.profiling.joint_menu
 
     def counted(run: Any, *args: Any) -> Any:
         measured.append(run._block)
         return menu(run, *args)
 
-    monkeypatch.setattr(rekindle.budget.profiling, "_menu", counted)
+    monkeypatch.setattr(rekindle.budget.profiling, "joint_menu", counted)
     model, x = Stack(count, 16), torch.randn(8, 16, requires_grad=True)
     profile = rekindle.profile(model, x)
     assert measured == [model.blocks[0]]
