@@ -301,6 +301,21 @@ def peaks() -> dict[str, Any]:
     }
 
 
+def shares() -> dict[str, Any]:
+    """A share as the budget, where one rank has a batch three times as large as the other's."""
+    model = DistributedDataParallel(net())
+    own, largest = torch.randn(64 * (1 + 2 * dist.get_rank()), DIM), torch.randn(64 * 3, DIM)
+    plan = rekindle.fit(model, own, "60%", loss=loss)
+    rekindle.remove(model)
+    profile = rekindle.profile(model, largest, loss=loss)
+    return {
+        "budget": plan.budget,
+        "measured": plan.measured_peak,
+        "options": [option.describe() for _, _, option in plan.blocks],
+        "of the largest": rekindle.solve(profile, "60%").budget,
+    }
+
+
 # The trainer of transformers
 
 
@@ -360,6 +375,7 @@ def work(rank: int, folder: Path) -> None:
             "tensor parallel": static(tensor_parallel(), batch(0)),
         }
         results["peaks"] = peaks()
+        results["shares"] = shares()
         results["trainer"] = is_trained_the_same(folder) if has_trainer() else None
         (folder / f"{rank}.json").write_text(json.dumps(results))
         dist.barrier()

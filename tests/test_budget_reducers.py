@@ -95,6 +95,12 @@ def test_a_sharded_step_that_fits_is_left_as_it_is(ranks: Results) -> None:
         assert found["measured"] == found["step"]
 
 
+def test_the_worst_rank_decides_on_a_budget_that_is_a_share(ranks: Results) -> None:
+    first, second = (rank["shares"] for rank in ranks)
+    assert first == second
+    assert first["measured"] <= first["budget"] == first["of the largest"]
+
+
 # On one rank
 
 
