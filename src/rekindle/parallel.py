@@ -71,7 +71,8 @@ def _wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
     _make_late_wrappers(model)
     own = {id(parameter) for parameter in model.parameters()}
     kinds = _with_subclasses(DistributedDataParallel)
-    found = [each for each in gc.get_objects() if type(each) in kinds]
+    # Those in the model first: `gc.freeze()` hides objects from the collector.
+    found = {each: None for each in (*model.modules(), *gc.get_objects()) if type(each) in kinds}
     return [wrapper for wrapper in found if not own.isdisjoint(map(id, wrapper.parameters()))]
 
 
