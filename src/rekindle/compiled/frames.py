@@ -35,6 +35,17 @@ def no_graph_inside(function: _Function) -> _Function:
     return function
 
 
+def not_compiled(function: _Function) -> _Function:
+    """The function, for autograd to call as a hook: it runs as it is, and so does what it calls.
+
+    Compiled autograd calls the hooks of saved tensors from compiled code, which the compiler would
+    trace into. As `torch.compiler.disable`, but that it costs nothing at run time and does not
+    import the compiler. No public form; tried on torch 2.11 and 2.13.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return no_graph_inside(function)
+
+
 within_compiled_code: Callable[[], Any] = eval_frame.get_eval_frame_callback
 """Whether compiled code has called what runs here, which is itself not compiled: None if not. No
 public form; tried on torch 2.11 and 2.13."""

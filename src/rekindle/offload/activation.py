@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rekindle.compiled.frames import not_compiled
 from rekindle.errors import RekindleError
 from rekindle.internals import (
     below_modes,
@@ -277,6 +278,7 @@ class Kept:
     __slots__ = ("tensor", "version")
     depth = 0
 
+    @not_compiled
     def __init__(self, x: Tensor) -> None:
         # An output of the op that saves it would hold the op, and the op it: a cycle.
         self.tensor = x if grad_fn_of(x) is None else _alias(x)
@@ -326,6 +328,7 @@ class Source(Protocol):
     def at_hand(self) -> Tensor | None: ...
 
 
+@not_compiled
 def unpack(saved: Source) -> Tensor:
     """What autograd asks for a saved tensor."""
     return saved.get()

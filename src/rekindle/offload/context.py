@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from rekindle.compiled.frames import break_graph, no_graph_inside
+from rekindle.compiled.frames import break_graph, no_graph_inside, not_compiled
 from rekindle.internals import (
     capturing,
     func_transform,
@@ -262,7 +262,7 @@ class Engine:
         self._lanes: dict[torch.device, Lane | None] = {}
         self._lock = threading.Lock()
 
-    @no_graph_inside
+    @not_compiled
     def pack(self, x: Tensor, is_ours: bool = False) -> Saved | Kept:
         """What autograd gets in place of a tensor that it saves.
 

@@ -34,6 +34,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from rekindle.compiled.frames import not_compiled
 from rekindle.errors import CheckpointError
 from rekindle.internals import PROXY, StandInHook, entered_mode, pop_hooks, push_hooks
 from rekindle.replay.inputs import PACKING
@@ -89,6 +90,7 @@ class Collected:
         """Whether the last activation that was needed came from a call that the forward made too,
         but in another place: what was saved has shifted."""
 
+    @not_compiled
     def saved(self, position: int | Slot) -> Tensor:
         """What was saved there: for a backward through the replay's own graph.
 
@@ -156,6 +158,7 @@ class Collected:
             self.values.compare(len(self.tensors), x, self.where[-1])
 
 
+@not_compiled
 def collect(
     found: Collected, needed: int, sites: Sequence[RawSite], early_stop: bool
 ) -> Generator[int, Tensor | None, None]:

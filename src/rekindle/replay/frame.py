@@ -32,6 +32,7 @@ from torch import Tensor
 
 from rekindle import observation
 from rekindle.attachment import tell
+from rekindle.compiled.frames import not_compiled
 from rekindle.emptying import empty_when_backward_ends, empty_when_group_dies
 from rekindle.errors import CheckpointError
 from rekindle.internals import (
@@ -184,6 +185,7 @@ class Frame:
         pop_hooks_to(hooks)
         set_dispatch_state(modes)
 
+    @not_compiled
     def _pack(self, x: Tensor) -> Slot:
         if entered_mode(PROXY) is not self.tracer:
             self.traces = True

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rekindle import observation
+from rekindle.compiled.frames import not_compiled
 from rekindle.errors import RekindleError
 from rekindle.internals import cuda_in_use, runs_whole_graph, set_grad_enabled, without_grad
 from rekindle.replay import ambient, rng
@@ -74,6 +75,7 @@ class CheckpointFunction(torch.autograd.Function):
                 ctx.rng = rng.with_first_use(ctx.rng)
 
     @staticmethod
+    @not_compiled
     def backward(ctx: Any, *grads: Any) -> Any:
         if not runs_whole_graph():
             raise RekindleError(

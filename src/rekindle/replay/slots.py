@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rekindle.compiled.frames import not_compiled
 from rekindle.internals import grad_fn_of
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Slot:
     """The activation's version when it was saved."""
     value: Tensor
 
+    @not_compiled
     def __getattr__(self, name: str) -> Tensor:
         if name == "value":
             return self.frame.fill(self)

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle import observation
+from rekindle.compiled.frames import not_compiled
 from rekindle.emptying import empty_when_backward_ends
 from rekindle.internals import (
     capturing,
@@ -131,6 +132,7 @@ class _Region:
             stacklevel=2,
         )
 
+    @not_compiled
     def _pack(self, x: Tensor) -> Any:
         """What autograd gets in place of a tensor that it saves."""
         if is_traced():  # what an op that makes a graph saves is no activation

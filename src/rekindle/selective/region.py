@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rekindle import observation
 from rekindle.attachment import tell
+from rekindle.compiled.frames import not_compiled
 from rekindle.emptying import empty_when_backward_ends, empty_when_group_dies
 from rekindle.errors import CheckpointError
 from rekindle.internals import (
@@ -91,6 +92,7 @@ class Region:
                 self._watch.count(footprint, "dropped")
         self._saved = []
 
+    @not_compiled
     def _pack(self, x: Tensor) -> "_Slot | Kept":
         mode = self._mode
         if mode.is_inside_a_trace():
@@ -219,6 +221,7 @@ class _Slot(RecordedSlot):
             )
 
 
+@not_compiled
 def _unpack(slot: _Slot | Kept) -> Tensor:
     return slot.get()
 
