@@ -13,6 +13,7 @@ must happen wholly or not at all is done by one call into C: `tuple(map(function
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -104,6 +105,23 @@ ASKS_DEVICE = torch.ops.prim.device.default
 """What a dispatch mode sees when somebody asks a fake tensor for its device: no op of anybody's."""
 
 
+@cache
+def reads_metadata(op: Any) -> bool:
+    """Whether an op tells a tensor's sizes, strides, device or the like, and makes no tensor.
+
+    Note [Questions that are no ops]. Whoever asks a tensor subclass for its sizes calls such an op,
+    and dispatch modes see it. Autograd asks while it holds the tensor's lock: a mode that then
+    reads the tensor's `grad_fn` or `is_leaf` waits for ever. So these are run, and nothing else.
+    """
+    schema = getattr(op, "_schema", None)
+    if schema is None or op.namespace not in ("aten", "prim") or schema.is_mutable:
+        return False
+    told = [str(returned.type) for returned in schema.returns]
+    if not told or any("Tensor" in kind for kind in told):
+        return False
+    return torch.Tag.data_dependent_output not in op.tags
+
+
 def capturing() -> bool:
     """Whether a CUDA graph is captured on the current stream: nothing may wait for the device."""
     return cuda_in_use() and torch.cuda.is_current_stream_capturing()
@@ -115,6 +133,14 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return -1
+
+
+def shape_of(tensor: torch.Tensor) -> torch.Size:
+    """A tensor's shape; of a nested one that is not jagged, and has none, how much it holds."""
+    try:
+        return tensor.shape
+    except RuntimeError:
+        return torch.Size((tensor.numel(),))
 
 
 WeakTensor: Callable[[torch.Tensor], Any] = torch._C._WeakTensorRef  # type: ignore[attr-defined]

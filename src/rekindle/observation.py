@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rekindle.internals import is_traced
+from rekindle.internals import is_traced, reads_metadata
 
 active: list["Observation"] = []
 """The observations that are open now."""
@@ -273,7 +273,7 @@ class OpMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if not is_traced():
+        if not (is_traced() or reads_metadata(func)):
             self.saw(func, made)
         return made
 

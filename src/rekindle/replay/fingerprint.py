@@ -58,12 +58,13 @@ class Drift:
 
 
 def take(x: Tensor) -> Fingerprint | None:
-    """The fingerprint of a dense tensor; None for what has no plain memory (sparse, subclasses)."""
+    """The fingerprint of a dense tensor; None for what has no plain memory (sparse, nested)."""
     return without_grad(_take, x)
 
 
 def _take(x: Tensor) -> Fingerprint | None:
-    if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.is_meta:
+    is_plain = type(x) in (Tensor, torch.nn.Parameter) and not x.is_nested
+    if not is_plain or x.layout != torch.strided or x.is_meta:
         return None
     real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     flat = real.detach().resolve_neg().contiguous().view(-1)

@@ -52,6 +52,7 @@ from rekindle.internals import (
     runs_whole_graph,
     set_dispatch_state,
     set_grad_enabled,
+    shape_of,
     top_hooks,
 )
 from rekindle.replay import ambient, mismatch
@@ -192,7 +193,7 @@ class Frame:
             return filled(x)
         slot = Slot()
         slot.frame = self
-        slot.meta = x.shape, x.dtype, x.device
+        slot.meta = shape_of(x), x.dtype, x.device
         slot.version = x._version
         self.slots.append(ref(slot))
         caller = _getframe(1)
@@ -396,7 +397,7 @@ class Frame:
             if slot is None:
                 continue
             x = saved if type(saved) is Tensor else found.detach(saved, position)
-            if checks and slot.meta != (x.shape, x.dtype, x.device):
+            if checks and slot.meta != (shape_of(x), x.dtype, x.device):
                 if found.hasty:
                     raise _TooHastyError
                 raise self._explain(position, x)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from rekindle.internals import shape_of
 from rekindle.observation import OpMode
 from rekindle.replay import sites
 
@@ -87,7 +88,7 @@ def describe(value: Any) -> str:
     """A tensor as a person would write it: dtype, shape, device."""
     if not isinstance(value, Tensor):
         return repr(value)
-    return meta(value.dtype, value.shape, value.device)
+    return meta(value.dtype, shape_of(value), value.device)
 
 
 def meta(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rekindle.internals import grad_enabled
+from rekindle.internals import grad_enabled, reads_metadata
 
 
 class Kind(Enum):
@@ -19,6 +19,7 @@ class Kind(Enum):
     """As in the forward of an `autograd.Function`, or under `no_grad`."""
     CHANGES = "changes arguments, as its schema says"
     LOOSE = "leaves its result unwritten"
+    METADATA = "tells sizes, strides or the like: Note [Questions that are no ops]"
     OPAQUE = "may change arguments, though nothing says so"
 
 
@@ -52,6 +53,8 @@ def kind_of(func: Any) -> Kind:
     """The kind of an op."""
     if not hasattr(func, "_schema"):
         return Kind.PURE if func.name() in _PURE_OPERATORS else Kind.OPAQUE
+    if reads_metadata(func):
+        return Kind.METADATA
     name = func.name().split("::")[-1].split(".")[0]
     if func._schema.is_mutable:
         return Kind.CHANGES

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rekindle.compiled.handover import SAC_IGNORED_OPS
-from rekindle.internals import ASKS_DEVICE, FAKE, PROXY, capturing, entered_mode
+from rekindle.internals import FAKE, PROXY, capturing, entered_mode
 from rekindle.replay import rng as random_state
 from rekindle.replay.switches import recomputing
 from rekindle.selective import backends
@@ -44,7 +44,7 @@ from rekindle.selective.tiers import hooks_of, pause
 if TYPE_CHECKING:
     from rekindle.policies import Policy
 
-_PURE, _VIEW, _FILLED = Kind.PURE, Kind.VIEW, Kind.FILLED
+_PURE, _VIEW, _FILLED, _METADATA = Kind.PURE, Kind.VIEW, Kind.FILLED, Kind.METADATA
 _RECOMPUTE = Fate.RECOMPUTE
 
 
@@ -222,10 +222,15 @@ class RecordMode(TorchDispatchMode):
     ) -> Any:
         if (  # the last two are `is_inside_a_trace`, without the call
             _running.is_blind
-            or func is ASKS_DEVICE
             or entered_mode(FAKE) is not self._fake
             or entered_mode(PROXY) is not self._tracer
         ):
+            return func(*args, **(kwargs or {}))
+        op = self._ops.get(id(func))
+        if op is None:
+            op = self._ops[id(func)] = _Op(func)
+        kind = op.kind
+        if kind is _METADATA:
             return func(*args, **(kwargs or {}))
         if self.book.fresh:
             _running.is_blind = True
@@ -233,10 +238,6 @@ class RecordMode(TorchDispatchMode):
                 self.book.settle()
             finally:
                 _running.is_blind = False
-        op = self._ops.get(id(func))
-        if op is None:
-            op = self._ops[id(func)] = _Op(func)
-        kind = op.kind
         rng = None
         if kind is _PURE or kind is _VIEW:
             out = func(*args, **kwargs) if kwargs else func(*args)
