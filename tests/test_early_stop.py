@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -317,3 +318,92 @@ def test_a_replay_for_an_early_output_alone_stops_early() -> None:
     with rekindle.observe() as seen:
         rekindle.checkpoint(region, x)[0].sum().backward()
     assert seen.total.ops_replayed == 2  # exp saves its result
+
+
+# Forward hooks that are always called
+
+
+def calls_in_replay(run: Callable[[nn.Module, Tensor], Tensor], nested: bool) -> list[Any]:
+    """Which hooks a replay calls, and which of them get an output; it stops inside the last."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()))
+    called: list[Any] = []
+    for name, module in model.named_modules():
+
+        def note(module: nn.Module, *given: Any, name: str = name) -> None:
+            called.append((name, len(given), given[-1] is not None))
+
+        module.register_forward_hook(note, always_call=True)
+        module.register_forward_hook(note, always_call=True, with_kwargs=True)
+        module.register_forward_hook(lambda *given, name=name: called.append(name))
+    everywhere = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: called.append((type(module), out is not None)), always_call=True
+    )
+    try:
+        x = leaf(2, 3)
+        out = run(lambda x: run(model, x), x) if nested else run(model, x)  # type: ignore[arg-type]
+        called.clear()
+        out.sum().backward()
+    finally:
+        everywhere.remove()
+    return called
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_replay_that_stops_calls_forward_hooks_with_always_call_as_torchs_does(
+    nested: bool,
+) -> None:
+    def torchs(function: Any, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    ours = calls_in_replay(rekindle.checkpoint, nested)
+    assert ours == calls_in_replay(torchs, nested)
+    assert ours[-1] == ("", 3, False)  # of the outermost module, stopped before it had an output
+
+
+def test_a_hook_with_always_call_may_run_ops_that_save_tensors_in_a_stopped_replay() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()), leaf(2, 3)
+    weight = leaf(3)
+
+    def hook(module: nn.Module, args: Any, out: Tensor | None) -> Tensor:
+        return (args[0] if out is None else out).sin() * weight
+
+    model[1].register_forward_hook(hook, always_call=True)
+    leaves = [x, weight, *model.parameters()]
+    assert_same_step(lambda: model(x), lambda: rekindle.checkpoint(model, x), leaves)
+
+
+def test_a_region_that_catches_the_stop_for_a_hook_has_right_gradients() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()), leaf(2, 3)
+    model.register_forward_hook(lambda *_: None, always_call=True)
+    caught: list[str] = []
+
+    def region(x: Tensor) -> Tensor:
+        try:
+            return model(x)  # type: ignore[no-any-return]
+        except Exception as error:  # noqa: BLE001
+            caught.append(type(error).__name__)
+            return x.exp()
+
+    leaves = [x, *model.parameters()]
+    assert_same_step(lambda: region(x), lambda: rekindle.checkpoint(region, x), leaves)
+    assert caught == ["StopForHooks"]
+
+
+def test_a_module_without_such_a_hook_is_stopped_by_no_exception_that_its_code_would_catch() -> (
+    None
+):
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()), leaf(2, 3)
+    other = nn.Linear(3, 3)
+    other.register_forward_hook(lambda *_: None, always_call=True)  # which has ended by then
+    model.register_forward_hook(lambda *_: None)
+    caught: list[Exception] = []
+
+    def region(x: Tensor) -> Tensor:
+        try:
+            return model(other(x))  # type: ignore[no-any-return]
+        except Exception as error:
+            caught.append(error)
+            raise
+
+    rekindle.checkpoint(region, x).sum().backward()
+    assert caught == []

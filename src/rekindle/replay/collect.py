@@ -40,14 +40,11 @@ from rekindle.internals import PROXY, StandInHook, entered_mode, pop_hooks, push
 from rekindle.replay.inputs import PACKING
 from rekindle.replay.sites import RawSite, library, record
 from rekindle.replay.slots import Slot, filled
+from rekindle.replay.stop import stop_inside
 
 if TYPE_CHECKING:
     from rekindle.replay.fingerprint import Fingerprints
     from rekindle.replay.frame import Frame
-
-
-class Stop(BaseException):
-    """Ends a replay that has all it needs; not an Exception, so that user code lets it pass."""
 
 
 class Collected:
@@ -61,6 +58,7 @@ class Collected:
         "ended_elsewhere",
         "hasty",
         "parameters",
+        "replay_code",
         "stopped",
         "tensors",
         "values",
@@ -71,6 +69,8 @@ class Collected:
         self, frame: "Frame", closely: bool = False, values: "Fingerprints | None" = None
     ) -> None:
         self._frame = ref(frame)
+        self.replay_code = type(frame)._run_again.__code__
+        """The code that runs the region again."""
         self.depth = 3
         """How far the region's code is from where it is looked for."""
         self.tensors: list[Tensor] = []
@@ -220,7 +220,7 @@ def _stop(found: Collected) -> NoReturn:
     push = functools.partial(push_hooks, StandInHook(), _same)
     swap: tuple[Callable[[], None], ...] = pop_hooks, push
     tuple(map(operator.call, swap))  # Note [In one call]
-    raise Stop
+    raise stop_inside(found.replay_code)
 
 
 def _same(value: Tensor) -> Tensor:

@@ -59,7 +59,6 @@ from rekindle.replay import ambient, mismatch
 from rekindle.replay import rng as random_state
 from rekindle.replay.collect import (
     Collected,
-    Stop,
     by_the_last_op,
     collect,
     is_worth_stopping,
@@ -72,6 +71,7 @@ from rekindle.replay.options import Options
 from rekindle.replay.reach import reached_from
 from rekindle.replay.sites import RawSite, library, with_user_code
 from rekindle.replay.slots import Slot, filled, read_value, unpack
+from rekindle.replay.stop import Stop, StopForHooks
 from rekindle.replay.surroundings import Surroundings
 from rekindle.replay.switches import recomputing
 from rekindle.replay.trace import OpTrace
@@ -343,7 +343,7 @@ class Frame:
                             _NOTHING if self.trace is None else self.trace.replay(),
                         ):
                             self.function(*args, **kwargs)
-            except Stop:
+            except (Stop, StopForHooks):
                 pass
             except Exception:  # the region swallowed the stop, and fell over something of its own
                 if not found.stopped:
