@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,9 +21,13 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import rekindle
 from rekindle import policies
+from tests.graphs import TORCHS_WARNINGS, fresh_compiler
 from tests.toys import same_bits
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+pytestmark = [
+    *TORCHS_WARNINGS,
+    pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"),
+]
 LONG = 120.0
 aten = torch.ops.aten
 
@@ -153,3 +158,48 @@ def test_observing_counts_no_questions_for_sizes() -> None:
     with rekindle.observe() as seen:
         rekindle.checkpoint(lambda x: pointwise(x).cos(), leaf()).values().sum().backward()
     assert (seen.total.replays, seen.total.ops_replayed) == (1, 2)
+
+
+# Compiled, in torch's place
+
+
+def made_inside(values: Tensor, offsets: Tensor) -> Tensor:
+    return LINEAR(torch.nested.nested_tensor_from_jagged(values, offsets)).sin().values()  # type: ignore[no-any-return]
+
+
+def closed_over(values: Tensor, offsets: Tensor) -> Tensor:
+    outer = torch.nested.nested_tensor_from_jagged(values, offsets)
+
+    def region(sines: Tensor) -> Tensor:
+        return (torch.nested.nested_tensor_from_jagged(sines, offsets) * outer).values()  # type: ignore[no-any-return]
+
+    return called(region, values.sin())
+
+
+def called(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "step", [lambda *args: called(made_inside, *args), closed_over], ids=["made", "closed over"]
+)
+def test_a_compiled_region_with_jagged_tensors_in_torchs_place_is_as_torchs(
+    step: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    values, offsets = torch.randn(5, 4, requires_grad=True), torch.tensor([0, 2, 5])
+
+    def gradient_of(run: Callable[..., Tensor]) -> Tensor | None:
+        values.grad = None
+        run(values, offsets).sum().backward()
+        return values.grad
+
+    def compiled() -> Tensor | None:
+        with fresh_compiler():
+            return gradient_of(torch.compile(step, backend="aot_eager", fullgraph=True))
+
+    torchs = compiled()
+    with rekindle.patch_torch():
+        ours = compiled()
+        eager = gradient_of(step)
+    assert same_bits(torchs, ours)
+    assert same_bits(torchs, eager)

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 import rekindle
@@ -123,7 +124,9 @@ def _checkpoint_without_reentrant_generator(
     **kwargs: Any,
 ) -> Generator[None, None, None]:
     """A region whose forward the caller runs: between the first `next` and the second."""
-    if is_traced():  # by what comes after Dynamo, for the partitioner
+    # By what comes after Dynamo, for the partitioner; which first runs the region on fake tensors,
+    # while nothing makes a graph of it.
+    if torch.compiler.is_compiling() or is_traced():
         given = (preserve_rng_state, context_fn, determinism_check, debug, early_stop)
         yield from torch_generator(fn, *given, *args, **kwargs)
         return
