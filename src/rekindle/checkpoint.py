@@ -145,7 +145,7 @@ def region_of(
     policy = policy_in(contexts)
     if policy is None:
         return Frame(function, args, kwargs, options, contexts)
-    return Region(policies.of(policy), function, options.determinism_check == "values")
+    return Region(policies.of(policy), function, args, kwargs, options)
 
 
 where.forwards.add(_run.__code__)

@@ -118,10 +118,11 @@ class Frame:
         kwargs: dict[str, Any],
         options: Options,
         contexts: tuple[Any, Any] | None = None,
+        holds_at_end: bool = False,
     ) -> None:
         self.function = function
         self.options = options
-        hooks = top_hooks(False)
+        hooks = None if holds_at_end else top_hooks(False)
         self.hooked = hooks is not None
         self.inputs = Inputs(args, kwargs, hooks)
         self.ambient = ambient.take()
@@ -171,14 +172,18 @@ class Frame:
         finally:
             self._entered = None
             pop_hooks()
-            self.running = False
-            self.inputs.close(self.hooked)
-            if self.modules is not None:
-                self.modules.close()
-            if self.values is not None:
-                self.values.close()
-            if self.rng is not None and not self.had_cuda and cuda_in_use():
-                self.rng = random_state.with_first_use(self.rng)
+            self.end_forward()
+
+    def end_forward(self) -> None:
+        """The forward has ended: hold what a replay needs, and nothing else."""
+        self.running = False
+        self.inputs.close(self.hooked)
+        if self.modules is not None:
+            self.modules.close()
+        if self.values is not None:
+            self.values.close()
+        if self.rng is not None and not self.had_cuda and cuda_in_use():
+            self.rng = random_state.with_first_use(self.rng)
 
     def abandon(self, hooks: Any, modes: Any) -> None:
         """The forward failed: have the hooks and dispatch modes that were there before it."""

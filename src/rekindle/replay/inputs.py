@@ -82,6 +82,13 @@ class Inputs:
         """The tensors among the arguments; until `close`, if hooks keep them."""
         return self._tensors
 
+    def hand_to(self, hooks: _Hooks) -> None:
+        """Hand the tensors to hooks that were not asked when the region was called."""
+        packing = _Packing(hooks, lambda _: None)
+        self._args = packing.pack(self._args)
+        self._kwargs = packing.pack(self._kwargs)
+        self._simple = False
+
     def close(self, hooked: bool) -> None:
         """The forward has ended: hold no more than a replay needs."""
         if self.changed() is not None:
@@ -156,6 +163,8 @@ class _Packing:
         if hasattr(kind, "_fields") and issubclass(kind, tuple):
             make: Callable[[list[Any]], Any] = kind._make  # type: ignore[attr-defined]
             return _Container(make, [self.pack(item) for item in value])
+        if kind is _Container:
+            return _Container(value.rebuild, [self.pack(item) for item in value.items])
         if kind in SUPPORTED_NODES:
             node = SUPPORTED_NODES[kind]
             items, context = node.flatten_fn(value)

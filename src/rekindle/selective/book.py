@@ -4,7 +4,7 @@ Tensors are known by their identity, and as long as they have the memory they ha
 changes in place, or exchanges, gets another value, and what was held of it is copied before.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
 
@@ -24,7 +24,11 @@ _MANY = 16
 class Book:
     """The tensors of one region."""
 
-    def __init__(self, hooks: Hooks | None) -> None:
+    def __init__(
+        self, hooks: Hooks | None, is_replayed: Callable[[Tensor], bool] | None = None
+    ) -> None:
+        self._is_replayed = is_replayed
+        """Tells whether compiled code in the region made a tensor, if there may be any."""
         self._hooks = hooks
         """The saved-tensor hooks around the region, which get to see what is kept."""
         self._known: dict[int, tuple[ref[Tensor], Value, int]] = {}
@@ -58,7 +62,10 @@ class Book:
             if parameter is not None:
                 return self._cast_of(parameter, tensor)
             value = Value(None)
-            if self.is_unwritten(tensor):
+            if self._is_replayed is not None and self._is_replayed(tensor):
+                value.needs_replay = True
+                self.enter(tensor, value)
+            elif self.is_unwritten(tensor):
                 self.hold(tensor, value, self.unwritten.pop(id(tensor))[1])
             elif _may_be_a_buffer(tensor):
                 value.hold(Held(copy_of(tensor), None, self._hooks))
@@ -185,6 +192,7 @@ class Book:
         """The forward is over: only what autograd saved keeps values alive."""
         self.settle()
         later, self._later = self._later, []
+        self._is_replayed = None
         self.just_saved.clear()
         self._known.clear()
         self.unwritten.clear()

@@ -22,6 +22,7 @@ from rekindle.selective.address import (
 from rekindle.selective.book import Book
 from rekindle.selective.contexts import Counter
 from rekindle.selective.fates import AS_PLANNED, Fate
+from rekindle.selective.graphs import called_by_generated_code
 from rekindle.selective.kinds import (
     Kind,
     can_be_run_again,
@@ -100,11 +101,18 @@ class RecordMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, policy: "Policy", hooks: Hooks | None, region: Any = None) -> None:
+    def __init__(
+        self,
+        policy: "Policy",
+        hooks: Hooks | None,
+        region: Any = None,
+        is_replayed: Callable[[Tensor], bool] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._policy = policy
         self._hooks = hooks
-        self.book = Book(hooks)
+        self.book = Book(hooks, is_replayed)
+        self._may_replay = is_replayed is not None
         self._ops = _remembered(policy)
         self._by_number = policy.by_number
         self._by_address = policy.by_address
@@ -230,7 +238,7 @@ class RecordMode(TorchDispatchMode):
         if op is None:
             op = self._ops[id(func)] = _Op(func)
         kind = op.kind
-        if kind is _METADATA:
+        if kind is _METADATA or (called_by_generated_code() and kind is not Kind.CHANGES):
             return func(*args, **(kwargs or {}))
         if self.book.fresh:
             _running.is_blind = True
@@ -287,9 +295,11 @@ class RecordMode(TorchDispatchMode):
         if op.kind is _VIEW and fate is not _RECOMPUTE and is_of_a_parameter(call):
             fate = _RECOMPUTE  # whose memory may be exchanged
         is_fixed = self._addresses is not None and _are_fixed(inputs)
+        needs_replay = self._may_replay and fate is _RECOMPUTE and _need_replay(inputs)
         for tensor in tensors:
             value = Value(call)
             value.is_fixed = is_fixed
+            value.needs_replay = needs_replay
             call.outs.append(ref(value))
             if fate is not _RECOMPUTE or (type(tensor) is not Tensor and tensor.is_nested):
                 at_once = fate in AS_PLANNED.values()
@@ -389,6 +399,11 @@ _OPS: dict[int, _Op] = {}
 
 def _remembered(policy: "Policy") -> dict[int, _Op]:
     return _ops_of.setdefault(policy, {}) if policy.by_op_alone else _OPS
+
+
+def _need_replay(inputs: list[Value]) -> bool:
+    """Whether anything that an op was given comes back by a replay of the region alone."""
+    return any(value.needs_replay for value in inputs)
 
 
 def _are_fixed(inputs: list[Value]) -> bool:

@@ -162,13 +162,15 @@ def _told(maker: Any) -> str:
 class Value:
     """One tensor of a recorded region: held, or to be made by the call that made it."""
 
-    __slots__ = ("__weakref__", "held", "is_fixed", "maker", "now")
+    __slots__ = ("__weakref__", "held", "is_fixed", "maker", "needs_replay", "now")
 
     def __init__(self, maker: "Call | None", held: "Held | None" = None) -> None:
         self.maker = maker
         self.held = held
         self.is_fixed = False
         """Whether parameters alone decide it, as their casts."""
+        self.needs_replay = False
+        """Whether it comes back by a replay alone: Note [Compiled code in a recorded region]."""
         self.now: Tensor | None = None
         """The tensor while backward has use for it, if it was made again."""
 
@@ -176,6 +178,7 @@ class Value:
         """From now on it is held; what it was made from is no longer needed for it."""
         self.held = held
         self.maker = None
+        self.needs_replay = False
 
     def tensor(self, made: "list[Value]") -> Tensor | None:
         """The tensor, if it is held or was made again; what had to be brought back is noted."""

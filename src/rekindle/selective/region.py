@@ -1,7 +1,9 @@
 """One call of a region under a policy: recorded in forward, made again from its record."""
 
+import sys
 from _thread import RLock
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -28,7 +30,16 @@ from rekindle.internals import (
 )
 from rekindle.offload.activation import Kept
 from rekindle.replay import fingerprint
+from rekindle.replay.options import Options
+from rekindle.replay.slots import Slot
 from rekindle.replay.switches import recomputing
+from rekindle.selective.graphs import (
+    GraphFrame,
+    may_run_compiled_code,
+    note_compiled_code,
+    saved_by_compiled_code,
+    site_of,
+)
 from rekindle.selective.mode import RecordMode, is_recording
 from rekindle.selective.record import RecordedSlot, Value, make
 
@@ -43,11 +54,21 @@ class Region:
     path: "tuple[str, ref[Any]] | None" = None
 
     def __init__(
-        self, policy: "Policy", function: Callable[..., Any], checks_values: bool = False
+        self,
+        policy: "Policy",
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Options,
     ) -> None:
-        self._checks_values = checks_values
+        self._checks_values = options.determinism_check == "values"
         self.function = function
-        self._mode = RecordMode(policy, top_hooks(False), self)
+        self._frame: GraphFrame | None = None
+        if may_run_compiled_code(function):
+            self._frame = GraphFrame(function, args, kwargs, options)
+        is_replayed = None if self._frame is None else self._frame.made
+        self._hooks = top_hooks(False)
+        self._mode = RecordMode(policy, self._hooks, self, is_replayed)
         self._lock = RLock()
         self._made: list[ref[Value]] = []
         self._emptied_after: tuple[str, int] | None = None
@@ -68,13 +89,27 @@ class Region:
             pop_hooks()
             held = self._mode.book.held_values() if self._watch is not None else []
             self._mode.close(failed=error[0] is not None)
+            self._end_frame(failed=error[0] is not None)
             self._report(held)
+
+    def _end_frame(self, failed: bool) -> None:
+        """Hold the region's arguments if compiled code in it has to be replayed, and only then."""
+        frame, self._frame = self._frame, None
+        if frame is None or failed:
+            return
+        note_compiled_code(self.function, frame.is_used)
+        if frame.is_used:
+            frame.end(self._hooks)
+            if self._watch is not None and self._hooks is None:
+                for tensor in frame.inputs.tensors():
+                    self._watch.held(tensor)
 
     def abandon(self, hooks: Any, modes: Any) -> None:
         """The forward failed: have the hooks and dispatch modes that were there before it."""
         pop_hooks_to(hooks)
         set_dispatch_state(modes)
         self._mode.abandon()
+        self._frame = None
 
     def _report(self, held: list["ref[Value]"]) -> None:
         """Count what is held now that nothing keeps values alive but what backward needs."""
@@ -93,10 +128,18 @@ class Region:
         self._saved = []
 
     @not_compiled
-    def _pack(self, x: Tensor) -> "_Slot | Kept":
+    def _pack(self, x: Tensor) -> "_Slot | Slot | Kept":
         mode = self._mode
         if mode.is_inside_a_trace():
+            if self._frame is not None:
+                self._frame.note_trace(site_of(sys._getframe(1)))
             return Kept(x)
+        if self._frame is not None:
+            replayed = self._slot_by_replay(x, self._frame, sys._getframe(1))
+            if replayed is not None:
+                return replayed
+        elif saved_by_compiled_code(x, sys._getframe(1)):
+            note_compiled_code(self.function, True)
         value = mode.saved(x)
         if self._watch is None and not self._checks_values:
             return _Slot(self, value)
@@ -108,6 +151,20 @@ class Region:
         if self._checks_values and value.held is None:
             slot.before = past_modes(fingerprint.take, x)
         return slot
+
+    def _slot_by_replay(self, x: Tensor, frame: GraphFrame, caller: FrameType) -> Slot | None:
+        """A slot for what compiled code made, or what depends on it; None for anything else."""
+        known = self._mode.book.find(x)
+        if known is None:
+            is_replayed = frame.made(x) or saved_by_compiled_code(x, caller)
+        else:
+            is_replayed = known.needs_replay
+        if not is_replayed:
+            frame.pass_by(site_of(caller))
+            return None
+        if self._watch is not None:
+            self._watch.saved(x)
+        return frame.slot_for(x, site_of(caller))
 
     def note_just_saved(self, value: Value) -> None:
         """Autograd saves a value again, which a region inside this one found."""
@@ -222,8 +279,8 @@ class _Slot(RecordedSlot):
 
 
 @not_compiled
-def _unpack(slot: _Slot | Kept) -> Tensor:
-    return slot.get()
+def _unpack(slot: _Slot | Slot | Kept) -> Tensor:
+    return slot.value if isinstance(slot, Slot) else slot.get()
 
 
 def run(policy: "Policy", function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +288,7 @@ def run(policy: "Policy", function: Callable[..., Any], *args: Any, **kwargs: An
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     hooks, modes = top_hooks(False), dispatch_state()
-    region = Region(policy, function)
+    region = Region(policy, function, args, kwargs, Options())
     try:
         with region:
             return function(*args, **kwargs)
