@@ -143,6 +143,11 @@ def shape_of(tensor: torch.Tensor) -> torch.Size:
         return torch.Size((tensor.numel(),))
 
 
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set a tensor's version counter. No public form: `increment_version` adds one."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 WeakTensor: Callable[[torch.Tensor], Any] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 """A weak reference to a tensor itself, not to its Python object: while it is held, no other tensor
 gets the same `tensor_key`. No public form."""

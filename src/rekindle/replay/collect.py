@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from rekindle.compiled.frames import not_compiled
 from rekindle.errors import CheckpointError
 from rekindle.internals import PROXY, StandInHook, entered_mode, pop_hooks, push_hooks
-from rekindle.replay.inputs import PACKING
+from rekindle.replay.containers import PACKING
 from rekindle.replay.sites import RawSite, library, record
 from rekindle.replay.slots import Slot, filled
 from rekindle.replay.stop import stop_inside

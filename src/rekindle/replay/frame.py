@@ -120,11 +120,11 @@ class Frame:
         contexts: tuple[Any, Any] | None = None,
         holds_at_end: bool = False,
     ) -> None:
-        self.function = function
         self.options = options
         hooks = None if holds_at_end else top_hooks(False)
         self.hooked = hooks is not None
-        self.inputs = Inputs(args, kwargs, hooks)
+        self.inputs = Inputs(function, args, kwargs, hooks)
+        self.function = self.inputs.function
         self.ambient = ambient.take()
         modules, generators, saw_all = reached_from(function, args, kwargs)
         if modules:
@@ -280,7 +280,8 @@ class Frame:
                 found = Collected(self, values=self.values)
                 self._run_again(found)
                 self._distribute(found)
-        except BaseException:
+        except BaseException as error:
+            self.inputs.note_on(error)
             self.empty()
             raise
         finally:
@@ -334,20 +335,20 @@ class Frame:
                     random_state.restore(self.rng)
                 set_grad_enabled(True)
                 if around is None:
-                    args, kwargs = self.inputs.again()
+                    function, args, kwargs = self.inputs.again()
                     push_hooks(hook, found.saved)
-                    self.function(*args, **kwargs)
+                    function(*args, **kwargs)
                 else:
                     around.enter(self.ambient)
                     with outside_inference_mode(), self._counted(found):
                         set_grad_enabled(True)
-                        args, kwargs = self.inputs.again()
+                        function, args, kwargs = self.inputs.again()
                         push_hooks(hook, found.saved)
                         with (
                             _NOTHING if self.contexts is None else _reusable(self.contexts[1]),
                             _NOTHING if self.trace is None else self.trace.replay(),
                         ):
-                            self.function(*args, **kwargs)
+                            function(*args, **kwargs)
             except (Stop, StopForHooks):
                 pass
             except Exception:  # the region swallowed the stop, and fell over something of its own

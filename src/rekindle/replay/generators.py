@@ -89,11 +89,11 @@ def _is_entered(value: Any, kind: type) -> bool:
     # `issubclass`, since `isinstance` asks values for `__class__`, and some answer in Python
     if not kind.__flags__ & _HAS_REFERENCES or issubclass(kind, _NEVER_ENTERED):
         return False
-    return not _is_of_a_library(kind.__module__) or hasattr(value, "__wrapped__")
+    return not is_of_a_library(kind.__module__) or hasattr(value, "__wrapped__")
 
 
 @functools.cache
-def _is_of_a_library(module: str) -> bool:
+def is_of_a_library(module: str) -> bool:
     """Whether a module is torch's, Python's or ours: its objects hold no generator of a user's."""
     root = module.partition(".")[0]
     if module in _ENTERED_LIBRARIES:
@@ -116,7 +116,7 @@ def parts_of(value: Any) -> list[Any]:
         return parts_of_function(value)
     if issubclass(kind, nn.Module):
         return [*module_parts([value]), *value._modules.values(), *class_parts((kind,))]
-    if _is_of_a_library(kind.__module__):  # it stands for a function of the user's
+    if is_of_a_library(kind.__module__):  # it stands for a function of the user's
         return [value.__wrapped__]
     return gc.get_referents(value)
 
@@ -137,7 +137,7 @@ def parts_of_function(function: types.FunctionType) -> list[Any]:
     if function.__kwdefaults__:
         parts += function.__kwdefaults__.values()
     bound = function.__globals__
-    if not _is_of_a_library(bound.get("__name__") or ""):
+    if not is_of_a_library(bound.get("__name__") or ""):
         for name in function.__code__.co_names:
             if name in bound and type(bound[name]) not in ATOMS:
                 parts.append(bound[name])
@@ -212,7 +212,7 @@ def _static(kind: type, name: str) -> Any:
 def _attributes(kind: type) -> Iterator[str]:
     """Names in a class and its bases that may lead to a generator, methods aside."""
     for base in kind.__mro__:
-        if not _is_of_a_library(base.__module__):
+        if not is_of_a_library(base.__module__):
             for name, value in list(vars(base).items()):
                 if not name.startswith("__") and _function_in(value) is None and _may_lead(value):
                     yield name
@@ -224,7 +224,7 @@ def _methods_globals(kind: type) -> Iterator[_Path]:
     seen: set[int] = set()
     for method in methods:  # grows while it is walked
         function = _function_in(_static(kind, method))
-        if function is None or _is_of_a_library(function.__globals__.get("__name__") or ""):
+        if function is None or is_of_a_library(function.__globals__.get("__name__") or ""):
             continue
         yield from _global_paths((method,), function, seen)
         for name in _names_in(function.__code__):
@@ -244,7 +244,7 @@ def _function_in(value: Any) -> types.FunctionType | None:
 
 def _global_paths(path: _Path, function: types.FunctionType, seen: set[int]) -> Iterator[_Path]:
     """Paths to the globals that a function names, and the functions that it names in turn."""
-    if id(function) in seen or _is_of_a_library(function.__globals__.get("__name__") or ""):
+    if id(function) in seen or is_of_a_library(function.__globals__.get("__name__") or ""):
         return
     seen.add(id(function))
     for name in _names_in(function.__code__):

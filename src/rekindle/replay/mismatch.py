@@ -3,7 +3,7 @@
 Each function returns the error; the caller raises it. All of it runs once, when something is wrong.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -100,15 +100,28 @@ def changed_in_place(frame: "Frame", position: int, expected: int, version: int)
     )
 
 
-def argument_changed(frame: "Frame", argument: int) -> CheckpointError:
+def argument_changed(frame: "Frame", argument: str) -> CheckpointError:
     """The region has lost what a replay would start from."""
     return _error(
         frame,
-        f"its tensor argument {argument + 1} was changed in place after the call.",
+        f"its tensor argument {argument} was changed in place after the call.",
         "There is nothing left to replay the region from.",
         "an in-place op (`x += …`, `relu_`, `inplace=True`) on the argument, inside the region or "
         "between its call and backward",
         "the out-of-place form of that op, or pass `x.clone()`.",
+    )
+
+
+def state_lost(function: Any, name: str) -> CheckpointError:
+    """The region uses a tensor that an argument held, and that was written to since."""
+    return CheckpointError(
+        f"Region {region_name(function)} did not replay as it ran: {name}, a tensor that an "
+        "argument holds, was changed in place after the call.\n"
+        "There is nothing left to replay the region from.\n"
+        "Likely cause: an in-place op on it (`copy_`, `index_copy_`, `+=`), between the call of "
+        "the region and backward; or inside the region, for the first time in a while or on memory "
+        "that two tensors share.\n"
+        "Try: the out-of-place form of that op, or pass a copy."
     )
 
 
@@ -128,6 +141,9 @@ def _error(
     parts = [f"Region {region_name(frame.function)} did not replay as it ran: {headline}", detail]
     if frame.trace is not None:
         parts.append(format_diff(frame.trace))
+    left_alone = None if frame.inputs.state is None else frame.inputs.state.left_alone()
+    if left_alone:
+        parts.append(f"As they are now, not as in forward: {', '.join(left_alone)}.")
     parts.append(f"Likely cause: {cause}.")
     parts.append(f"Try: {cure or _TRY + ('.' if frame.trace is not None else _TRY_DEBUG + '.')}")
     return CheckpointError("\n".join(parts))

@@ -18,6 +18,7 @@ from rekindle.errors import RekindleError
 from rekindle.internals import cuda_in_use, runs_whole_graph, set_grad_enabled, without_grad
 from rekindle.replay import ambient, rng
 from rekindle.replay.generators import DrawWatch
+from rekindle.replay.inputs import Inputs
 from rekindle.replay.modules import ModuleState
 from rekindle.replay.reach import reached_from
 from rekindle.replay.surroundings import Surroundings
@@ -54,7 +55,9 @@ class CheckpointFunction(torch.autograd.Function):
         check_backward_validity(args)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         ctx.run_function = run_function
-        ctx.others = [None if isinstance(arg, Tensor) else arg for arg in args]
+        others = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
+        ctx.inputs = Inputs(run_function, others, {}, None, keep_graphs=True)
+        ctx.count = len(args)
         ctx.positions = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         ctx.save_for_backward(*tensors)
         ctx.ambient = ambient.take()
@@ -70,6 +73,8 @@ class CheckpointFunction(torch.autograd.Function):
             with nullcontext() if saw_all else DrawWatch(ctx):
                 return without_grad(run_function, *args)
         finally:
+            if ctx.inputs.state is not None:
+                ctx.inputs.state.close()
             ctx.modules.close()
             if ctx.rng is not None and not ctx.had_cuda and cuda_in_use():
                 ctx.rng = rng.with_first_use(ctx.rng)
@@ -83,10 +88,10 @@ class CheckpointFunction(torch.autograd.Function):
                 "with backward(inputs=...): its forward built no graph. Call it with "
                 "use_reentrant=False, or call backward() without inputs."
             )
-        args = list(ctx.others)
+        given: list[Any] = [None] * ctx.count
         for position, tensor in zip(ctx.positions, ctx.saved_tensors, strict=True):
-            args[position] = tensor
-        inputs = detach_variable(tuple(args))
+            given[position] = tensor
+        inputs = detach_variable(tuple(given))
         outputs = _run_again(ctx, inputs)
         pairs = [
             (out, grad)
@@ -99,6 +104,11 @@ class CheckpointFunction(torch.autograd.Function):
             )
         torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
         return None, None, *(v.grad if isinstance(v, Tensor) else None for v in inputs)
+
+
+def _tensor_or(tensor: Tensor | None, other: Any) -> Any:
+    """An argument, which is either a tensor or something else."""
+    return other if tensor is None else tensor
 
 
 def _run_again(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -120,7 +130,10 @@ def _run_again(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         ambient.enter(ctx.ambient)
         watched = observation.Watch(ctx.run_function).replay if observation.active else nullcontext
         with watched():
-            outputs = ctx.run_function(*inputs)
+            function, args, kwargs = ctx.inputs.again()
+            bound = len(args) - len(inputs)  # what a partial brings with it
+            given = map(_tensor_or, inputs, args[bound:])
+            outputs = function(*args[:bound], *given, **kwargs)
         put_back()
     except BaseException:  # Note [Put back as often as asked]
         put_back()
