@@ -337,3 +337,16 @@ def test_a_cache_that_is_registered_for_export_is_filled_once() -> None:
     finally:
         for kind in SUPPORTED_NODES.keys() - before.keys():
             _deregister_pytree_node(kind)
+
+
+@pytest.mark.parametrize("make", [dynamic, static], ids=["dynamic", "static"])
+def test_fit_refuses_a_batch_that_the_step_writes_to_and_leaves_it_as_it_was(
+    make: Callable[[nn.Module], Any],
+) -> None:
+    model = build("Llama")
+    cache = make(model)
+    before = contents(cache)
+    with pytest.raises(ValueError, match=r"writes to its batch, to past_key_values \(\w+Cache\)"):
+        rekindle.fit(model, batch("Llama") | {"past_key_values": cache}, "60%")
+    assert contents(cache) == before
+    assert all(parameter.grad is None for parameter in model.parameters())

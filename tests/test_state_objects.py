@@ -494,3 +494,24 @@ def test_what_a_closure_or_a_module_holds_is_written_to_twice_as_in_torch() -> N
     module = Counting()
     rekindle.checkpoint(module, leaf(3)).sum().backward()
     assert (module.runs, len(runs)) == (2, 2)
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Tensor
+    scale: Tensor
+
+
+class TakesBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.blocks(batch.x * batch.scale).square().mean()
+
+
+def test_fit_leaves_no_gradient_on_what_an_object_in_the_batch_holds() -> None:
+    batch = Batch(torch.randn(8, 4), leaf(4))
+    rekindle.fit(TakesBatch(), batch, "1GiB")
+    assert batch.scale.grad is None

@@ -15,6 +15,7 @@ from rekindle.budget.loss import A_FUNCTION, Loss, in_form, scalar_in
 from rekindle.budget.memory import bytes_of, storages_of
 from rekindle.budget.values import LossSource
 from rekindle.internals import storage_key
+from rekindle.replay.copies import copies_for
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Step:
         """Called before each forward, if set: puts random states back, so that all are alike."""
         self.is_first = False
         """Whether the next run is the first of several: then ranks wait for each other in it."""
+        self._leaves_batch = False
+        """Whether the step was seen to leave the objects in its batch as they are."""
         self.call = Call((), {})
         if isinstance(batch, Call):
             self.call = batch
@@ -131,10 +134,7 @@ class Step:
         """What the model returns, and the loss."""
         if self.before_each is not None:
             self.before_each()
-        if self.function is not None:
-            out = self.function()
-        else:
-            out = self.model(*self.call.args, **self.call.kwargs)
+        out = self._call_model() if self.function is None else self.function()
         if self._given_loss is not None:
             return out, self._given_loss(out, self._batch_for(self._given_loss))
         loss = scalar_in(out)
@@ -142,6 +142,23 @@ class Step:
             self.loss_source = "none"
             loss = _sum_of(out)
         return out, loss
+
+    def _call_model(self) -> Any:
+        """What the model returns; the first time, on copies of the objects in the batch."""
+        args, kwargs = self.call.args, self.call.kwargs
+        copies = None if self._leaves_batch else copies_for(self.model.forward, args, kwargs)
+        if copies is None:
+            return self.model(*args, **kwargs)
+        out = self.model(*copies.args, **copies.kwargs)
+        written_to = copies.written_to()
+        if written_to:
+            raise ValueError(
+                f"The step writes to its batch, to {', '.join(written_to)}, and planning runs it "
+                "many times. Plan on a batch without that: the model can be called with it "
+                "afterwards, and its gradients are right. What it holds is not in the plan."
+            )
+        self._leaves_batch = True
+        return out
 
     def _batch_for(self, loss: Loss) -> Any:
         """The batch as a user gave it; that of a later call in the same form."""

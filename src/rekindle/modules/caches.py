@@ -1,6 +1,8 @@
 """Models that keep a cache of keys and values, as those of transformers do, run without it.
 
-A replay would write to the cache a second time.
+In training nothing reads the cache, and it would hold the keys and values of every layer until
+backward. Where it is on all the same, replays are right: Note [Objects among the arguments] in
+replay/objects.py.
 """
 
 import inspect

@@ -44,6 +44,12 @@ class CallState:
                 tensor.forget_copy()
             tensor.close()
 
+    def was_written_to(self) -> bool:
+        """Whether the forward wrote to an object, or in place to a tensor that one holds."""
+        changed = any(tensor.has_changed() for tensor in self._tensors)
+        self.close()
+        return changed or any(state.written for state in self._objects)
+
     def originals(self) -> dict[int, Any]:
         """The objects that are what they were, by the id of their state."""
         return as_they_were(self._objects)

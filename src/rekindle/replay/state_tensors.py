@@ -127,6 +127,15 @@ class TensorState:
         """Do without the copy: another tensor shows the same memory, and is copied apart."""
         self._copy = None
 
+    def use_copy(self) -> None:
+        """Have `again` give a copy, although nobody wrote to the tensor; but of no leaf.
+
+        A leaf that learns is not written to in place, and gradients are to find it.
+        """
+        if self._alias is not self._original():
+            self._copy = self._copied()
+            self._alias = None
+
     def again(self, error: Callable[[], Exception]) -> Tensor:
         """The tensor as it was, for a replay; if it is lost, whoever uses it raises `error`."""
         if self._alias is not None and not self.has_changed():
