@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rekindle.internals import capturing, dispatch_modes, past_modes, version_of
+from rekindle.replay import attributes
 
 _SMALL = 1 << 16
 _ENOUGH = 8
@@ -48,12 +49,14 @@ _exchanging: WeakSet[nn.Module] = WeakSet()
 class ModuleState:
     """Modes, buffers and lent parameters of a region's modules, as its forward found them."""
 
-    __slots__ = ("_before", "_lent", "_modules", "_training", "_watched")
+    __slots__ = ("_attributes", "_before", "_lent", "_modules", "_training", "_watched")
 
     def __init__(self, modules: list[nn.Module], function: Any) -> None:
         self._modules = modules
         use = _use_of(function)
         self._training = [module.training for module in modules]
+        self._attributes = attributes.attributes_of(modules, function)
+        """Note [Attributes that a forward assigns]."""
         self._before: list[_Watched] = []
         self._watched: list[_Watched] = []
         self._lent: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -76,6 +79,8 @@ class ModuleState:
                 if module not in known:  # its first buffer was made just now
                     self._before.append(_Watched(module, None, {}))
         self._watched = []
+        if self._attributes is not None and not self._attributes.close():
+            self._attributes = None
 
     def note_exchange(self) -> None:
         """The data of a parameter may have been exchanged between its use and the region's end."""
@@ -91,9 +96,9 @@ class ModuleState:
 
     def is_as_before(self) -> bool:
         """Whether a replay finds everything as the forward did."""
-        return not (self._before or self._watched or self._lent) and self._training == [
-            module.training for module in self._modules
-        ]
+        if self._before or self._watched or self._lent or self._attributes is not None:
+            return False
+        return self._training == [module.training for module in self._modules]
 
     def now(self) -> "_Now":
         """Everything as it is now, to be put back after a replay."""
@@ -101,6 +106,7 @@ class ModuleState:
             [module.training for module in self._modules],
             [(watched.module, dict(watched.module._buffers)) for watched in self._changing()],
             [(module, dict(module._parameters)) for module, _ in self._lent],
+            [] if self._attributes is None else self._attributes.now(),
         )
 
     def enter(self) -> None:
@@ -111,6 +117,8 @@ class ModuleState:
             _replace(watched.module._buffers, watched.stand_ins(copies))
         for module, lent in self._lent:
             _replace(module._parameters, lent)
+        if self._attributes is not None:
+            self._attributes.enter()
 
     def put_back(self, now: "_Now") -> None:
         """Have everything as it was before `enter`, however far that has come."""
@@ -119,6 +127,7 @@ class ModuleState:
             _replace(module._buffers, buffers)
         for module, parameters in now.parameters:
             _replace(module._parameters, parameters)
+        attributes.put_back(now.attributes)
 
     def _changing(self) -> "list[_Watched]":
         return self._before or self._watched  # the latter for a replay while the forward runs
@@ -133,6 +142,7 @@ class _Now(NamedTuple):
     modes: list[bool]
     buffers: list[tuple[nn.Module, dict[str, Any]]]
     parameters: list[tuple[nn.Module, dict[str, Any]]]
+    attributes: list[attributes.Attribute]
 
 
 def _use_of(function: Any) -> Any:

@@ -87,17 +87,17 @@ class Packing:
 
     def _pack_if_object(self, value: Any, name: int | str) -> Any:
         if leads_to_object(value):
-            return self._pack_whole(value, (None, "argument", name))
+            return self.pack_state(value, (None, "argument", name))
         return AsItIs(value)
 
     def _pack_object(self, value: Any, kind: type) -> Any:
         if layout_of(kind) is not None:
-            return self._pack_whole(value, _path_in(self._call, value))
+            return self.pack_state(value, _path_in(self._call, value))
         if _may_change(kind):
             self.left_alone.append((_path_in(self._call, value), kind.__name__))
         return value
 
-    def _pack_whole(self, value: Any, path: Path) -> Any:
+    def pack_state(self, value: Any, path: Path) -> Any:
         """An argument and all that it leads to, as far as that is not too much."""
         objects, tensors, left = len(self.objects), len(self.tensors), len(self.left_alone)
         done = len(self._done)

@@ -113,16 +113,16 @@ def holds_what_it_held(state: ObjectState, original: Any, parts: list[ObjectStat
         return False
     for name, now in attributes.items():
         packed = before.get(name, _NOTHING)
-        if packed is not now and not _matches(packed, now, parts):
+        if packed is not now and not matches(packed, now, parts):
             return False
-    return _matches(state.items, items, parts)
+    return matches(state.items, items, parts)
 
 
 _NOTHING = object()
 """In place of an attribute that was not there."""
 
 
-def _matches(packed: Any, now: Any, parts: list[ObjectState]) -> bool:
+def matches(packed: Any, now: Any, parts: list[ObjectState]) -> bool:
     """Whether a value now is the one that was packed, with the same entries."""
     kind = type(packed)
     if kind is ObjectState:
@@ -145,7 +145,7 @@ def _matches(packed: Any, now: Any, parts: list[ObjectState]) -> bool:
     elif kind is not list and kind is not tuple:
         return False
     return len(packed) == len(now) and all(
-        _matches(a, b, parts) for a, b in zip(packed, now, strict=True)
+        matches(a, b, parts) for a, b in zip(packed, now, strict=True)
     )
 
 
