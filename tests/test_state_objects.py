@@ -347,7 +347,7 @@ class Rows:
     """Large memory of its own, written to in place: too large to be copied every time."""
 
     def __init__(self, rows: int = 3) -> None:
-        self.rows = [torch.zeros(1000) for _ in range(rows)]
+        self.rows = [torch.zeros(2000) for _ in range(rows)]
 
 
 def write(x: Tensor, cache: Rows, row: int) -> Tensor:
@@ -363,7 +363,7 @@ def write_all(run: Callable[..., Tensor], x: Tensor, cache: Rows) -> Tensor:
 
 def test_large_tensors_that_an_object_holds_are_replayed_from_what_they_were() -> None:
     """Also when it is known which of them a region writes to, and the others are not copied."""
-    x = leaf(1000)
+    x = leaf(2000)
     for _ in range(6):
         plain, ours = Rows(), Rows()
         expected = gradients(partial(write_all, plainly, x, plain), [x])[1][0]
@@ -373,7 +373,7 @@ def test_large_tensors_that_an_object_holds_are_replayed_from_what_they_were() -
 
 def test_a_tensor_that_a_region_uses_and_a_later_op_changed_is_an_error_with_its_name() -> None:
     cache = Rows()
-    x = leaf(1000)
+    x = leaf(2000)
     out = rekindle.checkpoint(lambda x, cache: (x * (cache.rows[1] + 1)).sin(), x, cache)
     cache.rows[1].add_(1)
     with pytest.raises(rekindle.CheckpointError, match=r"cache\.rows\[1\], a tensor .*in place"):
@@ -382,7 +382,7 @@ def test_a_tensor_that_a_region_uses_and_a_later_op_changed_is_an_error_with_its
 
 def test_a_tensor_that_a_region_has_no_use_for_may_change_in_place_after_it() -> None:
     cache = Rows()
-    x = leaf(1000)
+    x = leaf(2000)
     out = rekindle.checkpoint(lambda x, cache: (x * (cache.rows[0] + 1)).sin(), x, cache)
     cache.rows[1].add_(1)
     out.sum().backward()
@@ -392,7 +392,7 @@ def test_a_tensor_that_a_region_has_no_use_for_may_change_in_place_after_it() ->
 def test_memory_that_two_tensors_share_is_an_error_with_its_name_if_it_is_written_to() -> None:
     cache = Rows(1)
     cache.rows.append(cache.rows[0][:500])
-    out = rekindle.checkpoint(write, leaf(1000), cache, 0)
+    out = rekindle.checkpoint(write, leaf(2000), cache, 0)
     with pytest.raises(rekindle.CheckpointError, match=r"cache\.rows\[0\]"):
         out.sum().backward()
 
@@ -410,7 +410,7 @@ def test_a_tensor_with_gaps_has_the_same_strides_in_replay() -> None:
 
 
 def test_a_tensor_with_a_graph_may_be_written_to_in_place() -> None:
-    x = leaf(1000)
+    x = leaf(2000)
 
     def step(run: Callable[..., Tensor]) -> Tensor:
         cache = Rows(2)

@@ -2,10 +2,10 @@
 
 Note [Tensors that a region writes to in place]. A cache may own its memory and be written to in
 place. What such a tensor held before is known after the forward only if it was copied before, and
-to copy every tensor of every cache at every call would cost more than the region. Tensors of a few
-bytes on the CPU, such as counters, are always copied. The others are copied the first times that a
-function finds a tensor in a place, until it is known whether the function writes to it; then only
-if it does. Copies of what the forward did not write to are let go when it has ended.
+to copy every tensor of every cache at every call would cost more than the region. Small tensors on
+the CPU, such as counters, are always copied. The others are copied the first times that a function
+finds a tensor in a place, until it is known whether the function writes to it; then only if it
+does. Copies of what the forward did not write to are let go when it has ended.
 
 A tensor that somebody writes to after the region has ended (the next layer, in its own part of the
 cache) is no longer what it was. Most likely the region never looks at it, so that alone is no
@@ -33,7 +33,7 @@ from rekindle.internals import (
 Path: TypeAlias = tuple[Any, ...]
 """Where something is among the arguments: the path of what holds it, a kind of step, and a key."""
 
-_COUNTER_BYTES = 256
+_SMALL = 4096
 """A tensor of so many bytes on the CPU is copied at every call."""
 _LEARNING = 3
 """How often a tensor is copied, and found to be the same, before it is left alone."""
@@ -79,7 +79,7 @@ class TensorState:
         if not (keep_graph or (self._wanted and grad_fn_of(tensor) is None)):
             self._alias = past_modes(detached, tensor)
         self._copy: Tensor | None = None
-        if habits.get(path, 0) < _LEARNING or _is_counter(tensor):
+        if habits.get(path, 0) < _LEARNING or _is_small(tensor):
             self._copy = self._copied()
 
     def _copied(self) -> Tensor | None:
@@ -99,7 +99,7 @@ class TensorState:
             self._habits[self.path] = _WRITTEN
             self._meta = alias.shape, alias.dtype
             self._alias = None  # it may belong to the region's own graph by now
-        elif self._copy is not None and not _is_counter(alias):
+        elif self._copy is not None and not _is_small(alias):
             self._copy = None
             seen = self._habits.get(self.path, 0)
             if seen != _WRITTEN:
@@ -157,9 +157,9 @@ class TensorState:
         return _copy_of(self._copy.detach().requires_grad_(self._wanted))
 
 
-def _is_counter(tensor: Tensor) -> bool:
+def _is_small(tensor: Tensor) -> bool:
     """Whether a tensor is copied at every call."""
-    return tensor.is_cpu and tensor.nbytes <= _COUNTER_BYTES
+    return tensor.is_cpu and tensor.nbytes <= _SMALL
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
