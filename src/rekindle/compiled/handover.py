@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch.utils.checkpoint
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
+from rekindle.compiled.effects import may_have_effects, set_effects_allowed
 from rekindle.compiled.rng import runs_op_by_op, with_rng
 
 torch_module = torch.utils.checkpoint
@@ -49,5 +51,12 @@ def hand_over(
     # While Dynamo traces, torch's function is for it whatever has that name: ours, under the patch.
     # What comes after Dynamo runs what it finds there, and needs torch's.
     is_traced = torch.compiler.is_dynamo_compiling()
-    run = torch_module.checkpoint if is_traced else torch_checkpoint
+    if not is_traced:
+        return torch_checkpoint(function, *args, **options, **kwargs)
+    if not may_have_effects():
+        return torch_module.checkpoint(function, *args, **options, **kwargs)
+    before = set_effects_allowed(True)
+    run = tag_activation_checkpoint  # what Dynamo takes torch's function for
+    assert run is not None, "Dynamo looks at it here, with that setting"
+    set_effects_allowed(before)
     return run(function, *args, **options, **kwargs)

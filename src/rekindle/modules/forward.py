@@ -63,6 +63,7 @@ class Forward:
         return module
 
     @property
+    @no_graph_begins
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward as it was."""
         return self.own if self.own is not None else _own_forward(self.__self__)
@@ -153,6 +154,7 @@ def _run_in(
         raise
 
 
+@no_graph_begins
 def _own_forward(module: nn.Module) -> Callable[..., Any]:
     """The forward of a module's class, bound to the module."""
     forward = inspect.getattr_static(type(module), "forward")
@@ -166,6 +168,7 @@ def _traceable(module: nn.Module) -> Callable[..., Any]:
     """The forward of a module's class, as a function that Dynamo can look into."""
     function = type(module).forward
 
+    @functools.wraps(function)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return function(module, *args, **kwargs)
 
