@@ -357,6 +357,30 @@ def test_offload_around_leaves_the_tickets_of_a_graph(written_at_once: None) -> 
     assert_same_step(lambda: run(x), around, [x, WEIGHT])
 
 
+def drawing(x: Tensor) -> Tensor:
+    """Ops that draw random numbers: each has its random state saved by the forward graph."""
+    y = nn.functional.rrelu((x @ WEIGHT).sin(), training=True) * torch.randperm(8) / 8
+    y = nn.functional.dropout((y @ WEIGHT).sin(), 0.5) * torch.multinomial(torch.ones(4, 9), 8) / 8
+    return (y @ WEIGHT).sin()
+
+
+def test_a_region_that_draws_random_numbers_sends_and_fetches_under_inductor(
+    written_at_once: None,
+) -> None:
+    x, found = leaf(4, 8), []
+    away = torch.compile(
+        lambda x: rekindle.checkpoint(drawing, x, context_fn=SPILLED), fullgraph=True
+    )
+    with torch._inductor.config.patch(fallback_random=True):  # it draws as eager code does
+        for run in (away, drawing):
+            torch.manual_seed(0)
+            out = run(x)
+            assert len(offloading._tickets) == (3 if run is away else 0)
+            found.append(torch.autograd.grad(out.sum(), [x, WEIGHT]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_sizes_that_change_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tags, "is_away", lambda _: True)
     graphs, policy = Graphs(), policies.offload("aten::mm")

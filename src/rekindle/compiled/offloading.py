@@ -4,8 +4,9 @@ Note [Offload in a graph]. A forward graph ends with one `rekindle::send` of all
 saves tickets in place of it; a backward graph has a `rekindle::fetch` where each is first used. The
 engine is the one of eager code: copies on its own streams, brought back ahead of need. Compilers
 use the memory of a result again once nothing in the graph reads it, and the engine reads it for
-longer. So `send` also takes all else that the graph returns: nothing can be made after it. And what
-shares its memory with another result does not go.
+longer. So `send` also takes all else that the graph returns: nothing can be made after it. In the
+place of a random state, which no compiler takes for a tensor, it takes what was drawn from it. And
+what shares its memory with another result does not go.
 
 A ticket is a tensor whose memory is a Python object: the object lives as long as the memory does,
 wherever autograd keeps it.
@@ -18,6 +19,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch.library import Library
 
 from rekindle.compiled.tags import FATE
@@ -97,20 +99,56 @@ def offload_marked(forward: Any, backward: Any, outputs: int) -> None:
         outputs: how many of the forward's results are the model's.
     """
     output = forward.graph.find_nodes(op="output")[0]
-    results = list(output.args[0])
-    leaving = [node for node in _saved_alone(forward, results, outputs) if _has_fixed_size(node)]
-    if not leaving:
-        return
-    staying = [node for node in results if _is_tensor(node) and node not in leaving]
-    tickets = _add_send(forward.graph, output, leaving, staying)
-    output.update_arg(0, tuple(tickets.get(node, node) for node in results))
     placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    results = _without_unused(list(output.args[0]), outputs, placeholders)
+    leaving = [
+        node
+        for node in _saved_alone(forward, results, outputs)
+        if _has_fixed_size(node) and node.name in placeholders
+    ]
+    staying = [made for node in results if node not in leaving for made in _made_with(node)]
+    tickets = _add_send(forward.graph, output, leaving, staying) if leaving else {}
+    output.update_arg(0, tuple(tickets.get(node, node) for node in results))
     for node, ticket in tickets.items():
         _add_fetch(backward.graph, placeholders[node.name], ticket)
         del node.meta[FATE]
     for module in (forward, backward):
         module.graph.lint()
         module.recompile()
+
+
+def _without_unused(results: list[Any], outputs: int, placeholders: dict[str, Any]) -> list[Any]:
+    """A forward's results but for marked ones that are saved and that its backward does not use.
+
+    Their placeholders are erased too. Torch's partitioner saves them for a random op in backward
+    of which nobody needs the numbers, and takes that op away afterwards.
+    """
+    left = results[:outputs]
+    for node in results[outputs:]:
+        is_marked = isinstance(node, torch.fx.Node) and FATE in node.meta
+        placeholder = placeholders.get(node.name) if is_marked else None
+        if placeholder is not None and not placeholder.users:
+            placeholder.graph.erase_node(placeholder)
+        else:
+            left.append(node)
+    return left
+
+
+def _made_with(node: Any) -> list[Any]:
+    """The tensors that exist once a result does: itself, or the numbers drawn with a random state.
+
+    No public form; tried on torch 2.13.
+    """
+    drawing = node.args[0] if _is_item(node) and node.args[1] == 0 else None
+    if drawing is None or drawing.target is not run_and_save_rng_state:
+        return [node] if _is_tensor(node) else []
+    drawn = [user for user in drawing.users if user is not node]
+    parts = [part for each in drawn for part in each.users if _is_item(part)]
+    return list(filter(_is_tensor, drawn + parts))
+
+
+def _is_item(node: Any) -> bool:
+    return isinstance(node, torch.fx.Node) and node.target is operator.getitem
 
 
 def _saved_alone(forward: Any, results: list[Any], outputs: int) -> list[Any]:
