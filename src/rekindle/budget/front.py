@@ -30,7 +30,9 @@ from rekindle.budget.static import optimizer_bytes, static_bytes
 from rekindle.budget.step import Step
 from rekindle.budget.values import Nearby, Profile
 from rekindle.budget.worst import outline_of, worst
+from rekindle.compiled.modules import FIT_FIRST, compiled_around
 from rekindle.modules.application import apply
+from rekindle.modules.blocks import blocks_of
 from rekindle.modules.unwrapping import class_name
 
 
@@ -102,6 +104,7 @@ def _profile(
 ) -> Profile:
     if not isinstance(model, nn.Module):
         raise TypeError(f"profile() takes a model, but got {type(model).__name__}")
+    _refuse_compiled(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("No parameter of the model requires a gradient: it is not trained")
     if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
@@ -132,6 +135,13 @@ def _profile(
     if found.loss == "none":
         warn_without_loss(found.batch)
     return found
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse a model whose blocks run as part of a graph."""
+    path = compiled_around(model, blocks_of(model))
+    if path is not None:
+        raise ValueError(f"{path or type(model).__name__} is compiled: {FIT_FIRST}.")
 
 
 def _refuse_without_memory(model: nn.Module) -> None:
@@ -365,6 +375,7 @@ def _with_state(profile: Profile, model: nn.Module, batch: Any, optimizer: Any) 
 
 def _check_measured(profile: Any, model: nn.Module, batch: Any, loss: Loss | None) -> None:
     """A profile that is given is one of this model, batch and loss."""
+    _refuse_compiled(model)
     if not isinstance(profile, Profile):
         raise TypeError(f"profile should be a Profile, but got {type(profile).__name__}")
     if profile.model not in (class_name(model), type(model).__name__):

@@ -23,6 +23,7 @@ from rekindle.budget.placement import compute_device
 from rekindle.budget.plan import Plan
 from rekindle.budget.shapes import Shapes, elements, input_shapes, told
 from rekindle.budget.turns import turn_of
+from rekindle.compiled.modules import compiled_around
 from rekindle.internals import capturing, func_transform, top_hooks
 from rekindle.modules.caches import forbid_cache
 from rekindle.modules.forward import forward_of, put
@@ -120,6 +121,8 @@ class Standing:
         """Why a model cannot be planned again here and now."""
         if self.fitting is None:
             return "the plan was applied, not fitted"
+        if compiled_around(model, [path for path, _, _ in self.plan.blocks]) is not None:
+            return "its blocks are compiled; call rekindle.fit before torch.compile"
         if has_others():
             return "ranks would have to agree on when; call rekindle.fit on all of them"
         if sharded_parameters(model):

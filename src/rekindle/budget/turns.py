@@ -6,7 +6,11 @@ from threading import Lock, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
+
+from rekindle.compiled.frames import break_graph, no_graph_begins, within_compiled_code
+from rekindle.compiled.modules import FIT_FIRST
 
 _locks: "WeakKeyDictionary[nn.Module, RLock]" = WeakKeyDictionary()
 _adding = Lock()
@@ -22,7 +26,18 @@ def on_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     """The hook of a module, for calls of the thread that registers it alone.
 
     A thread that waits for its turn to call the model may have taken the hook along, and calls it
-    once it is gone from the module, with fewer arguments.
+    once it is gone from the module, with fewer arguments. In compiled code the hook is refused.
     """
     thread = get_ident()
-    return lambda *args: hook(*args) if get_ident() == thread else None
+
+    @no_graph_begins
+    def run(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            break_graph(FIT_FIRST)
+        if get_ident() != thread:
+            return None
+        if within_compiled_code():
+            raise ValueError(f"The model is called in compiled code: {FIT_FIRST}.")
+        return hook(*args)
+
+    return run
