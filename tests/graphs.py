@@ -40,12 +40,13 @@ class Graphs:
         """How often an op runs: in forward, in backward."""
         return self.forward.count(op), self.backward.count(op)
 
-    def backend(self) -> Callable[..., Any]:
+    def backend(self, **options: Any) -> Callable[..., Any]:
         """A backend that notes its graphs here, and runs them op by op."""
         return aot_autograd(
             fw_compiler=self._note_forward,
             bw_compiler=self._note_backward,
             partition_fn=min_cut_rematerialization_partition,
+            **options,
         )
 
     def _note_forward(self, graph: torch.fx.GraphModule, _: Any) -> Any:

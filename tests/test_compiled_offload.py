@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle import policies
-from rekindle.compiled import offloading, tags
+from rekindle.compiled import offloading, passes, tags
 from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler
 from tests.toys import Stack, assert_same_step, leaf
 
@@ -192,7 +192,7 @@ def test_torchs_settings_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatc
     by_policy(policies.offload("aten::mm"), monkeypatch)
     assert torch._functorch.config.enable_activation_offloading is False
     assert activation_offloading.enable_activation_offloading is torchs_pass
-    assert not tags._patches
+    assert not passes._patches
 
 
 SPILLED = policies.spill("aten::mm")

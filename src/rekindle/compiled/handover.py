@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from rekindle.compiled.effects import may_have_effects, set_effects_allowed
+from rekindle.compiled.passes import run_our_passes
 from rekindle.compiled.rng import runs_op_by_op, with_rng
 
 torch_module = torch.utils.checkpoint
@@ -53,6 +54,7 @@ def hand_over(
     is_traced = torch.compiler.is_dynamo_compiling()
     if not is_traced:
         return torch_checkpoint(function, *args, **options, **kwargs)
+    run_our_passes()
     if not may_have_effects():
         return torch_module.checkpoint(function, *args, **options, **kwargs)
     before = set_effects_allowed(True)

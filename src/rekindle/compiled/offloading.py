@@ -98,6 +98,8 @@ def offload_marked(forward: Any, backward: Any, outputs: int) -> None:
         backward: that of the backward, whose placeholders have the names of what is saved.
         outputs: how many of the forward's results are the model's.
     """
+    if not any(FATE in node.meta for node in forward.graph.nodes):
+        return
     output = forward.graph.find_nodes(op="output")[0]
     placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     results = _without_unused(list(output.args[0]), outputs, placeholders)

@@ -1,13 +1,12 @@
 """Fates on the nodes of a graph, where torch's partitioner and our offload pass read them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rekindle.compiled.handover import CheckpointPolicy
+from rekindle.compiled.passes import run_our_passes
 from rekindle.selective.fates import Fate
 
 FATE = "rekindle_fate"
@@ -72,56 +71,4 @@ def is_away(tensor: Tensor) -> bool:
 
 def _mark(node: Any, fate: Fate) -> None:
     node.meta[FATE] = fate
-    _run_our_pass()
-
-
-_patches: list[Any] = []
-"""What is changed while something is compiled."""
-
-
-def _run_our_pass() -> None:
-    """Have this compilation run our pass, and then torch's, which is off by default.
-
-    No public form; tried on torch 2.11 and 2.13.
-    """
-    from torch._dynamo.callback import callback_handler  # noqa: PLC0415
-    from torch._functorch import config  # noqa: PLC0415
-    from torch._functorch._activation_offloading import (  # noqa: PLC0415
-        activation_offloading as torchs,
-    )
-
-    from rekindle.compiled.offloading import offload_marked  # noqa: PLC0415 (it comes with ops)
-
-    if _patches or torch._guards.CompileContext.try_get() is None:
-        return
-    torchs_pass = torchs.enable_activation_offloading
-    is_on = config.enable_activation_offloading
-
-    def both(forward: Any, backward: Any, outputs: int, *others: Any) -> None:
-        offload_marked(forward, backward, outputs)
-        if is_on:
-            torchs_pass(forward, backward, outputs, *others)
-
-    for patch in (
-        config.patch(enable_activation_offloading=True),
-        _replaced(torchs, "enable_activation_offloading", both),
-    ):
-        patch.__enter__()
-        _patches.append(patch)
-    if _put_back not in callback_handler.end_callbacks:
-        callback_handler.register_end_callback(_put_back)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    was = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, was)
-
-
-def _put_back(_: Any) -> None:
-    while _patches:
-        _patches.pop().__exit__(None, None, None)
+    run_our_passes()
