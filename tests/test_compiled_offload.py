@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import rekindle
 from rekindle import policies
 from rekindle.compiled import offloading, passes, tags
+from rekindle.selective.fates import Fate
 from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler
 from tests.toys import Stack, assert_same_step, leaf
 
@@ -379,6 +381,24 @@ def test_a_region_that_draws_random_numbers_sends_and_fetches_under_inductor(
             found.append(torch.autograd.grad(out.sum(), [x, WEIGHT]))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_saved_result_that_backward_does_not_use_is_neither_sent_nor_saved() -> None:
+    """Contrived: torch leaves one where a random op in backward was its user, and is dropped."""
+    forward, backward = torch.fx.Graph(), torch.fx.Graph()
+    x = forward.placeholder("x")
+    marked, out = (forward.call_function(op, (x,)) for op in (torch.sin, torch.cos))
+    forward.output((out, marked))
+    unused, tangent = (backward.placeholder(name) for name in (marked.name, "tangents_1"))
+    backward.output((tangent,))
+    with FakeTensorMode():
+        for node in (x, marked, out, unused, tangent):
+            node.meta["val"] = torch.empty(4, 8)
+    marked.meta[tags.FATE] = Fate.SPILL
+    modules = [torch.fx.GraphModule(nn.Module(), graph) for graph in (forward, backward)]
+    offloading.offload_marked(*modules, outputs=1)
+    assert [len(module.graph.find_nodes(op="placeholder")) for module in modules] == [1, 1]
+    assert len(modules[0].graph.find_nodes(op="output")[0].args[0]) == 1
 
 
 def test_sizes_that_change_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
