@@ -681,3 +681,26 @@ def test_is_recomputing_is_false_again_after_an_exception_in_replay() -> None:
     with pytest.raises(KeyError):
         y.sum().backward()
     assert not rekindle.is_recomputing()
+
+
+NORM = nn.BatchNorm1d(8)
+
+
+def in_a_comprehension(x: Tensor) -> Tensor:
+    return [NORM(each) for each in (x,)][0].sin()
+
+
+def in_a_nested_function(x: Tensor) -> Tensor:
+    def inner(x: Tensor) -> Tensor:
+        return NORM(x)  # type: ignore[no-any-return]
+
+    return inner(x).sin()
+
+
+@pytest.mark.parametrize("region", [in_a_comprehension, in_a_nested_function])
+def test_a_global_module_that_only_an_inner_function_names_is_not_changed_by_the_replay(
+    region: Callable[[Tensor], Tensor],
+) -> None:
+    NORM.reset_running_stats()
+    rekindle.checkpoint(region, torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert int(NORM.num_batches_tracked) == 1  # type: ignore[arg-type]

@@ -138,7 +138,7 @@ def parts_of_function(function: types.FunctionType) -> list[Any]:
         parts += function.__kwdefaults__.values()
     bound = function.__globals__
     if not is_of_a_library(bound.get("__name__") or ""):
-        for name in function.__code__.co_names:
+        for name in _names_in(function.__code__):
             if name in bound and type(bound[name]) not in ATOMS:
                 parts.append(bound[name])
     return parts
