@@ -1,5 +1,6 @@
 """Regions inside compiled functions: what runs in the forward graph, what again in the backward."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 import rekindle
+import rekindle.compat.checkpoint
+from rekindle import compat, policies
 from tests.graphs import TORCHS_WARNINGS, fresh_compiler, graphs_of
 from tests.toys import Block, Stack, leaf
 
@@ -152,3 +155,30 @@ def test_only_the_blocks_that_are_regions_are_made_again() -> None:
     graphs = graphs_of(run, leaf(4, 8))
     assert graphs.times("gelu") == (3, 2)
     assert graphs.times("native_layer_norm") == (3, 2)
+
+
+@pytest.mark.parametrize("context_fn", [rekindle.noop_context_fn, policies.keep_matmuls])
+def test_a_region_without_use_reentrant_is_part_of_a_full_graph_as_in_torch(
+    context_fn: Any,
+) -> None:
+    """Where nobody warns: a warning would end the graph."""
+    torchs = torch.utils.checkpoint.checkpoint
+    if context_fn is not rekindle.noop_context_fn:  # torch cannot read a policy of ours
+        torchs = functools.partial(torchs, context_fn=keeps_matmuls)
+    theirs = graphs_of(lambda x: torchs(product, x), leaf(4, 8))
+    ours = graphs_of(
+        lambda x: compat.checkpoint.checkpoint(product, x, context_fn=context_fn), leaf(4, 8)
+    )
+    assert ours == theirs
+
+
+keeps_matmuls = functools.partial(
+    torch.utils.checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]
+)
+
+
+def test_a_sequence_without_use_reentrant_is_part_of_a_full_graph() -> None:
+    graphs = graphs_of(
+        lambda x: compat.checkpoint.checkpoint_sequential([wave, wave], 2, x), leaf(4, 8)
+    )
+    assert graphs.times("exp") == (2, 1)

@@ -104,6 +104,8 @@ def checkpoint_sequential(
 
 def _explicit(use_reentrant: bool | None) -> bool:
     if use_reentrant is None:
+        if torch.compiler.is_compiling():  # where torch does not warn, and a warning ends the graph
+            return True
         warnings.warn(
             "checkpoint was called without use_reentrant, which then means use_reentrant=True, as "
             "in torch.utils.checkpoint. Pass use_reentrant=False (recommended) or True.",
