@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import rekindle
@@ -80,6 +81,50 @@ def test_a_function_that_returns_words_is_a_policy() -> None:
 
     contexts = functools.partial(rekindle.create_selective_checkpoint_contexts, by_word)
     assert under(contexts).times("mm") == (2, 4)
+
+
+def chain(x: Tensor) -> Tensor:
+    return x.sin().cos().exp().sin().tanh()
+
+
+def answers(answer: CheckpointPolicy) -> Callable[..., CheckpointPolicy]:
+    return lambda ctx, op, *args, **kwargs: answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "count"),
+    [
+        (CheckpointPolicy.MUST_SAVE, 3),
+        (CheckpointPolicy.PREFER_SAVE, 2),
+        (CheckpointPolicy.PREFER_RECOMPUTE, 0),
+        (CheckpointPolicy.MUST_RECOMPUTE, 0),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_what_a_policy_prefers_to_keep_is_left_to_the_compiler_as_in_torch(
+    answer: CheckpointPolicy, count: int
+) -> None:
+    policy, torchs = answers(answer), torch.utils.checkpoint
+    contexts = functools.partial(torchs.create_selective_checkpoint_contexts, policy)
+    theirs = graphs_of(
+        lambda x: torchs.checkpoint(chain, x, use_reentrant=False, context_fn=contexts), leaf(4, 8)
+    )
+    ours = under(policies.of(policy), chain)
+    assert ours.saved == theirs.saved
+    assert len(ours.saved) == 1 + count  # beside the input
+
+
+def test_a_preference_outlasts_the_policies_around_it() -> None:
+    prefer = policies.of(answers(CheckpointPolicy.PREFER_SAVE))
+    joined = recompute("aten::mm") | first(9, every(1, prefer))
+    assert under(joined, chain).saved == ["input", "exp", "tanh"]
+
+
+def test_what_a_policy_prefers_to_keep_is_kept_without_a_compiler() -> None:
+    prefer = policies.of(answers(CheckpointPolicy.PREFER_SAVE))
+    with rekindle.observe() as seen:
+        rekindle.checkpoint(chain, leaf(4, 8), context_fn=prefer).sum().backward()
+    assert seen.total.ops_replayed == 0
 
 
 def test_every_second_product_is_kept() -> None:

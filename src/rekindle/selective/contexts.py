@@ -58,7 +58,7 @@ class _InTorchsWords:
         counter = self._states[bool(ctx.is_recompute)]
         out = getattr(ctx, "op_output", None)
         told = counter.context(op, out, args, kwargs, ctx.is_recompute)
-        told.region = self._policy
+        told.region, told.is_compiled = self._policy, True
         name = where.tensor_name(op)
         if name is not None and not ctx.is_recompute:
             self._name(args[0], name, told)

@@ -11,6 +11,8 @@ class Fate(Enum):
     """What becomes of an activation between forward and backward."""
 
     KEEP = "keep"
+    PREFER_KEEP = "keep unless a compiler finds it cheap to make again"
+    """Only in compiled code, where the partitioner decides; elsewhere it is `KEEP`."""
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
     """To host memory, all of it, whether or not the device has to wait for it."""
@@ -43,6 +45,7 @@ _BY_ID = {id(answer): fate for answer, fate in _ANSWERS.items()}
 
 FOR_TORCH = {
     Fate.KEEP: CheckpointPolicy.MUST_SAVE,
+    Fate.PREFER_KEEP: CheckpointPolicy.PREFER_SAVE,
     Fate.RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
     Fate.OFFLOAD: CheckpointPolicy.MUST_CPU_OFFLOAD,
     Fate.OFFLOAD_FREELY: CheckpointPolicy.PREFER_CPU_OFFLOAD,

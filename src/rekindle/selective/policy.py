@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 
 from rekindle.compiled.frames import break_graph
+from rekindle.compiled.handover import CheckpointPolicy
 from rekindle.errors import RekindleError
 from rekindle.selective.address import AddressBook, Fates
 from rekindle.selective.contexts import contexts_of
@@ -318,6 +319,8 @@ class Function(Policy):
             answer = self.function(ctx, ctx.op, *ctx.args, **ctx.kwargs)
         except TypeError as error:  # which Python would take for one of the operator in `a @ b`
             raise RekindleError(f"The policy {self!r} failed on {ctx.op}: {error}") from error
+        if answer is CheckpointPolicy.PREFER_SAVE and ctx.is_compiled:
+            return Fate.PREFER_KEEP
         return None if answer is None else fate_of(answer)
 
     def __repr__(self) -> str:

@@ -57,6 +57,8 @@ class SelectiveCheckpointContext(TorchSelectiveContext):
         """The region's own: nothing for a policy to use."""
         self.state: dict[Any, Any] = {} if state is None else state
         """For the policy to write to; a new one for each call of a region."""
+        self.is_compiled = False
+        """Whether torch's compiler asks, which may make again what a policy prefers to keep."""
 
     @functools.cached_property
     def module_path(self) -> str:
