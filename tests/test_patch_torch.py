@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
 import rekindle
 from rekindle.compat import checkpoint as compat
 from rekindle.compat import checkpoint_wrapper as compat_wrappers
+from rekindle.compiled import handover
 from tests.toys import Block, Mlp, Stack, assert_same_step, same_bits
 
 torch_module = torch.utils.checkpoint
@@ -675,6 +676,36 @@ def test_torchs_wrapper_compiles_under_the_patch() -> None:
         compiled = torch.compile(wrapper, backend="aot_eager", fullgraph=True)
         assert_same_step(lambda: block(x), lambda: compiled(x), [x, *block.parameters()])
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+def test_a_policy_compiles_under_the_patch(backend: str) -> None:
+    """As transformers holds it: in a partial of torch's function."""
+    torch.compiler.reset()
+    block, x = Block(drop=0.5), leaf(2, 8)
+    with rekindle.patch_torch():
+        checkpoint = functools.partial(
+            torch.utils.checkpoint.checkpoint,
+            use_reentrant=False,
+            context_fn=rekindle.policies.keep_matmuls,
+        )
+        compiled = torch.compile(lambda x: checkpoint(block, x), backend=backend, fullgraph=True)
+        assert_same_step(lambda: block(x), lambda: compiled(x), [x, *block.parameters()])
+    assert_same_step(lambda: block(x), lambda: compiled(x), [x, *block.parameters()])
+    torch.compiler.reset()
+
+
+def test_dynamo_knows_torchs_function_again_after_the_patch() -> None:
+    from torch._dynamo import utils  # noqa: PLC0415 (slow to import)
+    from torch._dynamo.variables import builder  # noqa: PLC0415
+
+    before = utils.is_utils_checkpoint
+    with rekindle.patch_torch():
+        for module in (utils, builder):
+            assert module.is_utils_checkpoint(handover.torch_checkpoint)
+            assert not module.is_utils_checkpoint(torch.utils.checkpoint.checkpoint)
+    assert utils.is_utils_checkpoint is builder.is_utils_checkpoint is before
 
 
 def test_torchs_wrapper_made_before_the_patch_runs_on_ours() -> None:

@@ -299,3 +299,41 @@ def test_enable_input_require_grads_does_no_harm(build: Build, layers: int) -> N
     model.enable_input_require_grads()
     assert same_bits(step(plain), step(model))
     assert_same_state(plain, model)
+
+
+def short_llama() -> nn.Module:
+    model: Any = llama()
+    model.model.layers = model.model.layers[:1]
+    return model  # type: ignore[no-any-return]
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+    )
+    return transformers.BertForMaskedLM(config).train()  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore")  # what the compiler and transformers set off
+@pytest.mark.parametrize("build", [short_llama, bert])
+def test_a_policy_among_the_checkpointing_options_compiles(build: Build) -> None:
+    """Every layer is a region of a graph."""
+    options = {"use_reentrant": False, "context_fn": rekindle.policies.keep_matmuls}
+    torch.manual_seed(1)
+    plain = build()
+    for module in plain.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model = copy.deepcopy(plain)
+    model.gradient_checkpointing_enable(options)
+    torch.compiler.reset()
+    with rekindle.observe() as seen:
+        loss = step(torch.compile(model, backend="eager"))
+    assert same_bits(loss, step(torch.compile(plain, backend="eager")))
+    assert_same_state(plain, model)
+    assert "tag_activation_checkpoint" in str(seen.regions)  # by which torch runs one of a graph
+    torch.compiler.reset()

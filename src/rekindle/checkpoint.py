@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rekindle import policies
 from rekindle.compiled.breaks import run_outside_graphs
 from rekindle.compiled.frames import no_graph_begins, within_compiled_code
-from rekindle.compiled.handover import hand_over, noop_context_fn
+from rekindle.compiled.handover import hand_over, noop_context_fn, run_traced
 from rekindle.internals import dispatch_state, func_transform, top_hooks
 from rekindle.replay.frame import Frame
 from rekindle.replay.options import (
@@ -65,10 +65,11 @@ def checkpoint(
         preserve_rng_state: a replay draws the random numbers that the forward drew.
         **kwargs: the function's keyword arguments.
     """
+    if torch.compiler.is_dynamo_compiling() and function is not None:
+        contexts = _for_dynamo(context_fn)
+        return hand_over(function, args, kwargs, use_reentrant, contexts, preserve_rng_state)
     if torch.compiler.is_compiling() and function is not None:
-        if isinstance(context_fn, policies.Policy):
-            context_fn = context_fn.for_compiler
-        return hand_over(function, args, kwargs, use_reentrant, context_fn, preserve_rng_state)
+        return run_traced(function, args, kwargs, use_reentrant, context_fn, preserve_rng_state)
     if within_compiled_code() and function is not None:  # which is not compiled at this place
         return run_outside_graphs(
             function,
@@ -107,6 +108,13 @@ def checkpoint(
             function, preserve_rng_state, *args
         )
     return _run(function, args, kwargs, options)
+
+
+def _for_dynamo(context_fn: ContextFn) -> ContextFn:
+    """A `context_fn` as a function that Dynamo can read."""
+    if isinstance(context_fn, policies.Policy):
+        return context_fn.for_compiler
+    return context_fn
 
 
 @no_graph_begins

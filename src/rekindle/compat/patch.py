@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch
 
 from rekindle.compat import checkpoint as our_checkpoints
 from rekindle.compat import checkpoint_wrapper as our_wrappers
+from rekindle.compiled.handover import dynamo_swaps
 
 _PAIRS: tuple[tuple[ModuleType, ModuleType, tuple[str, ...]], ...] = (
     (
@@ -46,9 +47,11 @@ class Patch:
     def __init__(self) -> None:
         self._replaced: list[tuple[ModuleType, str, Any]] = []
         self._loaded: set[str] = set()
+        self._swaps: list[tuple[Any, Any]] = []
 
     def _apply(self) -> None:
-        instead = {id(original): ours for original, ours in _swaps}
+        self._swaps = [*_swaps, *dynamo_swaps()]
+        instead = {id(original): ours for original, ours in self._swaps}
         self._loaded = set(sys.modules)
         for module in _foreign_modules(self._loaded):
             for attribute, value in list(vars(module).items()):
@@ -64,7 +67,7 @@ class Patch:
             _active.remove(self)
         for module, attribute, original in self._replaced:
             setattr(module, attribute, original)
-        back = {id(ours): original for original, ours in _swaps}
+        back = {id(ours): original for original, ours in self._swaps}
         for module in _foreign_modules(set(sys.modules) - self._loaded):
             if not _speaks_of_rekindle(module):
                 for attribute, value in list(vars(module).items()):

@@ -29,6 +29,23 @@ TORCHS_MODES = (torch_module._CachingTorchDispatchMode, torch_module._CachedTorc
 """What torch's own contexts for a policy are made of."""
 
 
+def dynamo_swaps() -> list[tuple[Any, Any]]:
+    """What Dynamo knows torch's `checkpoint` by, and what stands for it while ours is in its place.
+
+    Dynamo asks whether a function *is* `torch.utils.checkpoint.checkpoint`, and then traces no line
+    of it: our function would be taken for torch's operator, and its policies for an error. No
+    public form; tried on torch 2.11 and 2.13.
+    """
+    from torch._dynamo import utils  # noqa: PLC0415 (every optimizer of torch imports it too)
+
+    asks = getattr(utils, "is_utils_checkpoint", None)
+    return [] if asks is None else [(asks, _is_torch_checkpoint)]
+
+
+def _is_torch_checkpoint(obj: Any) -> bool:
+    return obj is torch_checkpoint
+
+
 def hand_over(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -37,7 +54,7 @@ def hand_over(
     context_fn: Callable[[], Any],
     preserve_rng_state: bool,
 ) -> Any:
-    """The region as torch's own, for Dynamo to trace.
+    """Run a region as torch's own operator: what Dynamo traces.
 
     Checks, debug and early stop are left out: a graph has no replay to check or to stop.
     """
@@ -47,18 +64,32 @@ def hand_over(
     }
     if context_fn is not noop_context_fn:  # Dynamo cannot read the default through our signature
         options["context_fn"] = context_fn
-    if preserve_rng_state and torch.compiler.is_dynamo_compiling() and runs_op_by_op():
+    if preserve_rng_state and runs_op_by_op():
         options["context_fn"] = partial(with_rng, context_fn)
-    # While Dynamo traces, torch's function is for it whatever has that name: ours, under the patch.
-    # What comes after Dynamo runs what it finds there, and needs torch's.
-    is_traced = torch.compiler.is_dynamo_compiling()
-    if not is_traced:
-        return torch_checkpoint(function, *args, **options, **kwargs)
     run_our_passes()
     if not may_have_effects():
-        return torch_module.checkpoint(function, *args, **options, **kwargs)
+        return torch_checkpoint(function, *args, **options, **kwargs)
     before = set_effects_allowed(True)
     run = tag_activation_checkpoint  # what Dynamo takes torch's function for
     assert run is not None, "Dynamo looks at it here, with that setting"
     set_effects_allowed(before)
     return run(function, *args, **options, **kwargs)
+
+
+def run_traced(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    use_reentrant: bool,
+    context_fn: Callable[[], Any],
+    preserve_rng_state: bool,
+) -> Any:
+    """Run a region by torch's engine, of which a graph is made without Dynamo, or after it."""
+    return torch_checkpoint(
+        function,
+        *args,
+        use_reentrant=use_reentrant,
+        context_fn=context_fn,
+        preserve_rng_state=preserve_rng_state,
+        **kwargs,
+    )
