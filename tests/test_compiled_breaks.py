@@ -2,10 +2,12 @@
 
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 import rekindle
@@ -127,3 +129,87 @@ def test_a_region_of_a_function_that_is_not_to_be_compiled_says_nothing(
 
     step(leaf(4, 8)).sum().backward()
     assert not recwarn.list
+
+
+@pytest.fixture
+def nested_graph_breaks() -> Iterator[None]:
+    with torch._dynamo.config.patch(nested_graph_breaks=True):
+        yield
+        assert torch._dynamo.config.nested_graph_breaks
+
+
+def run_by_torchs_name(x: Tensor) -> Tensor:
+    checkpoint = torch.utils.checkpoint.checkpoint
+    return checkpoint(broken, x.cos(), use_reentrant=False) * 2  # type: ignore[no-any-return]
+
+
+def run_with_a_policy_by_torchs_name(x: Tensor) -> Tensor:
+    checkpoint, policy = torch.utils.checkpoint.checkpoint, policies.keep_matmuls
+    return checkpoint(broken, x.cos(), use_reentrant=False, context_fn=policy) * 2  # type: ignore[no-any-return]
+
+
+@rekindle.checkpoint(context_fn=policies.keep_matmuls)
+def decorated(x: Tensor) -> Tensor:
+    return broken(x)
+
+
+def run_a_policy_that_is_made_inside(x: Tensor) -> Tensor:
+    policy = policies.keep(torch.ops.aten.addmm) | policies.recompute()
+    return rekindle.checkpoint(broken, x.cos(), context_fn=policy) * 2  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:The region .* is called in compiled code")
+@pytest.mark.usefixtures("nested_graph_breaks")
+@pytest.mark.parametrize("is_patched", [False, True], ids=["", "patched"])
+@pytest.mark.parametrize(
+    "step", [run, run_with_a_policy, run_a_policy_that_is_made_inside, decorated]
+)
+def test_with_nested_graph_breaks_a_region_that_breaks_is_replayed_by_us(
+    step: Any, is_patched: bool
+) -> None:
+    x = leaf(4, 8)
+    compiled = torch.compile(lambda x: step(x.sin()), backend="aot_eager")
+    with rekindle.patch_torch() if is_patched else nullcontext(), rekindle.observe() as seen:
+        assert_same_step(
+            lambda: broken(x.sin()) if step is decorated else broken(x.sin().cos()) * 2,
+            lambda: compiled(x),
+            [x, *BLOCK.parameters()],
+        )
+    assert seen.total.forwards == seen.total.replays == 1
+
+
+@pytest.mark.filterwarnings("ignore:The region .* is called in compiled code")
+@pytest.mark.usefixtures("nested_graph_breaks")
+@pytest.mark.parametrize("step", [run_by_torchs_name, run_with_a_policy_by_torchs_name])
+def test_with_nested_graph_breaks_we_are_not_called_in_torchs_place_for_ever(step: Any) -> None:
+    x = leaf(4, 8)
+    with rekindle.patch_torch(), rekindle.observe() as seen:
+        compiled = torch.compile(step, backend="aot_eager")
+        assert_same_step(lambda: broken(x.cos()) * 2, lambda: compiled(x), [x, *BLOCK.parameters()])
+    assert seen.total.forwards == seen.total.replays == 1
+
+
+@pytest.mark.usefixtures("nested_graph_breaks")
+def test_with_nested_graph_breaks_what_is_around_a_region_is_compiled_as_with_torch() -> None:
+    def inner(x: Tensor, checkpoint: Any) -> Tensor:
+        y = checkpoint(broken, x.sin(), use_reentrant=False).exp()
+        return y.sin()  # type: ignore[no-any-return]
+
+    def outer(x: Tensor, checkpoint: Any) -> Tensor:
+        return inner(x.cos(), checkpoint).tanh()
+
+    ops: list[list[str]] = []
+    for checkpoint in (torch.utils.checkpoint.checkpoint, rekindle.checkpoint):
+        torch.compiler.reset()
+        found: list[str] = []
+
+        def noted(graph: Any, _: Any, found: list[str] = found) -> Any:
+            found += [str(n.target) for n in graph.graph.nodes if n.op == "call_method"]
+            return graph
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.compile(outer, backend=noted)(leaf(4, 8), checkpoint)
+        ops.append(found)
+    assert ops[1] == ["cos", "sin", "exp", "sin", "tanh"]
+    assert {*ops[1]} <= {*ops[0]}

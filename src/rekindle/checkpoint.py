@@ -66,8 +66,12 @@ def checkpoint(
         **kwargs: the function's keyword arguments.
     """
     if torch.compiler.is_dynamo_compiling() and function is not None:
-        contexts = _for_dynamo(context_fn)
-        return hand_over(function, args, kwargs, use_reentrant, contexts, preserve_rng_state)
+        with torch._dynamo.patch_dynamo_config(nested_graph_breaks=False):  # Note [Break around]
+            if torch.compiler.is_dynamo_compiling():
+                contexts = _for_dynamo(context_fn)
+                return hand_over(
+                    function, args, kwargs, use_reentrant, contexts, preserve_rng_state
+                )
     if torch.compiler.is_compiling() and function is not None:
         return run_traced(function, args, kwargs, use_reentrant, context_fn, preserve_rng_state)
     if within_compiled_code() and function is not None:  # which is not compiled at this place

@@ -15,7 +15,17 @@ from typing import Any
 from rekindle.selective.fates import Fate, fate_named
 from rekindle.selective.op_sets import ATTENTION, MATMULS, REDUCTIONS, ROUTING
 from rekindle.selective.ops import Op, op_of
-from rekindle.selective.policy import At, Cheap, Counted, Inputs, Named, Ops, Policy, of
+from rekindle.selective.policy import (
+    At,
+    Cheap,
+    Counted,
+    Inputs,
+    Named,
+    Ops,
+    Policy,
+    made_before,
+    of,
+)
 
 __all__ = [
     "ATTENTION",
@@ -41,6 +51,7 @@ __all__ = [
 ]
 
 
+@made_before
 def keep(*ops: Any) -> Policy:
     """Keep what these ops make; what every op makes, with none given.
 
@@ -55,16 +66,19 @@ def keep(*ops: Any) -> Policy:
     return _some(Fate.KEEP, ops)
 
 
+@made_before
 def recompute(*ops: Any) -> Policy:
     """Recompute what these ops make; what every op makes, with none given."""
     return _some(Fate.RECOMPUTE, ops)
 
 
+@made_before
 def offload(*ops: Any) -> Policy:
     """Send what these ops make to host memory; what is there already stays."""
     return _some(Fate.OFFLOAD, ops)
 
 
+@made_before
 def spill(*ops: Any) -> Policy:
     """Send what these ops make to disk."""
     return _some(Fate.SPILL, ops)
@@ -82,6 +96,7 @@ def _ops(ops: tuple[Any, ...]) -> frozenset[Op]:
     return frozenset(found)
 
 
+@made_before
 def keep_inputs(*ops: Any) -> Policy:
     """Keep what these ops are given, where that takes no more memory than what it is made from.
 
@@ -94,6 +109,7 @@ def keep_inputs(*ops: Any) -> Policy:
     return Inputs(_ops(ops))
 
 
+@made_before
 def at(pattern: str, policy: "Policy | str") -> Policy:
     """A policy, or a fate, for the ops that run in some modules and in what these contain.
 
@@ -112,6 +128,7 @@ def _policy(policy: Any) -> Policy:
     return Ops(fate_named(policy), None) if isinstance(policy, str) else of(policy)
 
 
+@made_before
 def named(*names: str, fate: str = "keep") -> Policy:
     """A fate for the tensors and functions that were given these names by `rekindle.name`.
 
@@ -123,11 +140,13 @@ def named(*names: str, fate: str = "keep") -> Policy:
     return Named(fate_named(fate), names)
 
 
+@made_before
 def first(n: int, policy: Policy) -> Policy:
     """A policy, for the first `n` ops of a region that it speaks of."""
     return Counted(None, _count(n), of(policy))
 
 
+@made_before
 def every(n: int, policy: Policy) -> Policy:
     """A policy, for every `n`-th op of a region that it speaks of, beginning with the first.
 

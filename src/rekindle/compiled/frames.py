@@ -46,6 +46,21 @@ def not_compiled(function: _Function) -> _Function:
     return no_graph_inside(function)
 
 
+def called_outside_graphs(why: str) -> Callable[[_Function], _Function]:
+    """A decorator: a call of the function ends a graph where the call is, and the error says why.
+
+    As `torch.compiler.disable(reason=why)`, but that it costs nothing at run time and does not
+    import the compiler. No public form; tried on torch 2.11 and 2.13.
+    """
+
+    def mark(function: _Function) -> _Function:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+        return no_graph_inside(function)
+
+    return mark
+
+
 within_compiled_code: Callable[[], Any] = eval_frame.get_eval_frame_callback
 """Whether compiled code has called what runs here, which is itself not compiled: None if not. No
 public form; tried on torch 2.11 and 2.13."""

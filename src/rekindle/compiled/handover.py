@@ -2,6 +2,13 @@
 
 Torch's own objects are kept here, for when `rekindle.patch_torch()` has put ours in their place.
 `noop_context_fn` is compared by identity inside torch: there is one, and it is torch's.
+
+Note [Break around]. A region whose function breaks the graph runs outside of graphs, on our engine,
+so the graph has to break where `rekindle.checkpoint` is called, not inside. With
+`torch._dynamo.config.nested_graph_breaks` it would break in `hand_over`, and ordinary code would go
+on from there with torch's operator, which only a graph can run. So `checkpoint` turns that setting
+off while Dynamo traces it; frames of the caller break as they are set to. Dynamo may also let
+ordinary code go on from the line that turns the setting off: `checkpoint` asks again behind it.
 """
 
 from collections.abc import Callable

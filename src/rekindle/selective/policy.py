@@ -12,7 +12,7 @@ from weakref import ref
 
 import torch
 
-from rekindle.compiled.frames import break_graph
+from rekindle.compiled.frames import break_graph, called_outside_graphs
 from rekindle.compiled.handover import CheckpointPolicy
 from rekindle.errors import RekindleError
 from rekindle.selective.address import AddressBook, Fates
@@ -22,6 +22,10 @@ from rekindle.selective.op_sets import ATTENTION, MATMULS, REDUCTIONS, ROUTING
 from rekindle.selective.ops import Op, cheap, code_of, is_op, matches, name_of, op_of, show
 from rekindle.selective.where import SelectiveCheckpointContext, runs_one_of
 
+_WHY = "a policy is made in compiled code: make the policy before, once"
+made_before = called_outside_graphs(_WHY)
+"""Marks the functions that make policies."""
+
 
 class Policy:
     """Gives the results of ops their fates. Join policies with `|`: the first to speak decides."""
@@ -30,8 +34,8 @@ class Policy:
     """The policy as a function that `torch.compile` takes for a `context_fn`."""
 
     def __post_init__(self) -> None:
-        if torch.compiler.is_compiling():
-            break_graph(f"{self!r} is made in compiled code: make the policy before, once")
+        if torch.compiler.is_dynamo_compiling():
+            break_graph(_WHY)
         # Weakly: a policy that is made for one call should go without the garbage collector.
         object.__setattr__(self, "for_compiler", _as_function(ref(self)))
 
@@ -67,10 +71,12 @@ class Policy:
         """Whether what an op is given is kept rather than what that was made from."""
         return False
 
+    @made_before
     def __or__(self, other: "Policy | Callable[..., Any]") -> "Policy":
         parts = [part for policy in (self, of(other)) for part in _parts(policy)]
         return FirstToSpeak(tuple(parts))
 
+    @made_before
     def __ror__(self, other: Callable[..., Any]) -> "Policy":
         return of(other) | self
 
@@ -327,6 +333,7 @@ class Function(Policy):
         return getattr(self.function, "__qualname__", repr(self.function))
 
 
+@made_before
 def of(policy: Any) -> Policy:
     """A policy from what torch takes for one: a function `(ctx, op, *args)`, or a list of ops."""
     if isinstance(policy, Policy):
