@@ -78,7 +78,9 @@ def _name(node: torch.fx.Node) -> str:
 def _maker(node: torch.fx.Node) -> str:
     if node.op != "call_function":
         return "input"
-    return _maker(node.args[0]) if _name(node) == "getitem" else _name(node)  # type: ignore[arg-type]
+    if _name(node) in ("getitem", "detach"):  # the latter of torch 2.11
+        return _maker(node.args[0])  # type: ignore[arg-type]
+    return _name(node)
 
 
 def graphs_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Graphs:

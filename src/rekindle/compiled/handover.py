@@ -13,12 +13,14 @@ ordinary code go on from the line that turns the setting off: `checkpoint` asks 
 
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch.utils.checkpoint
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from rekindle.compiled.effects import may_have_effects, set_effects_allowed
+from rekindle.compiled.guards import guard_on_context_fn
 from rekindle.compiled.passes import run_our_passes
 from rekindle.compiled.rng import runs_op_by_op, with_rng
 
@@ -69,7 +71,12 @@ def hand_over(
         "use_reentrant": use_reentrant,
         "preserve_rng_state": preserve_rng_state,
     }
+    if not isinstance(context_fn, FunctionType | partial):  # of which torch's operator takes none
+        context_fn = partial(_call, context_fn)
     if context_fn is not noop_context_fn:  # Dynamo cannot read the default through our signature
+        from torch._dynamo.comptime import comptime  # noqa: PLC0415 (slow to import)
+
+        comptime(guard_on_context_fn)
         options["context_fn"] = context_fn
     if preserve_rng_state and runs_op_by_op():
         options["context_fn"] = partial(with_rng, context_fn)
@@ -81,6 +88,10 @@ def hand_over(
     assert run is not None, "Dynamo looks at it here, with that setting"
     set_effects_allowed(before)
     return run(function, *args, **options, **kwargs)
+
+
+def _call(context_fn: Callable[[], Any]) -> Any:
+    return context_fn()
 
 
 def run_traced(

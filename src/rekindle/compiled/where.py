@@ -53,7 +53,7 @@ def path_under(policy: Any) -> str | None:
     if not stack:
         return ""
     number = str(stack[-1]).partition("@")[0]
-    around = [each.__self__ for each in list(standing.values()) if each.way is policy]
+    around = [each.__self__ for each in list(standing.values()) if each.way == policy]
     paths = [path for module in around if (path := _path_of(number, module)) is not None]
     return max(paths, key=len, default=None)
 

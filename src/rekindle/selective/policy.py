@@ -37,13 +37,18 @@ class Policy:
         if torch.compiler.is_dynamo_compiling():
             break_graph(_WHY)
         # Weakly: a policy that is made for one call should go without the garbage collector.
-        object.__setattr__(self, "for_compiler", _as_function(ref(self)))
+        contexts = _as_function(ref(self), type(self), self._values())
+        object.__setattr__(self, "for_compiler", contexts)
+
+    def _values(self) -> tuple[Any, ...]:
+        """The arguments that make an equal policy."""
+        return tuple(getattr(self, f.name) for f in fields(self) if f.init)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Policy":
         return self
 
     def __reduce__(self) -> Any:
-        return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)  # type: ignore[arg-type]
+        return type(self), self._values()
 
     by_number: Mapping[int, Fate] | None = None
     """If the number of an op in its region alone decides: the fates that are not `recompute`."""
@@ -98,9 +103,17 @@ class Policy:
         return FOR_TORCH[self.fate(ctx) or Fate.RECOMPUTE]
 
 
-def _as_function(weak: "ref[Policy]") -> Callable[[], Any]:
+def _as_function(
+    weak: "ref[Policy]", kind: type[Policy], values: tuple[Any, ...]
+) -> Callable[[], Any]:
+    """A policy as a function that gives contexts, also when the policy itself is gone.
+
+    Equal policies share a graph, and the graph may outlive the policy that it was traced with.
+    """
+
     def contexts() -> Any:
-        return contexts_of(weak())
+        policy = weak()
+        return contexts_of(kind(*values) if policy is None else policy)
 
     return contexts
 
