@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 import rekindle
 import rekindle.compat.checkpoint
 from rekindle import compat, policies
 from tests.graphs import TORCHS_WARNINGS, fresh_compiler, graphs_of
-from tests.toys import Block, Stack, leaf
+from tests.toys import Block, Stack, assert_same_step, leaf
 
 pytestmark = TORCHS_WARNINGS
 
@@ -182,3 +182,52 @@ def test_a_sequence_without_use_reentrant_is_part_of_a_full_graph() -> None:
         lambda x: compat.checkpoint.checkpoint_sequential([wave, wave], 2, x), leaf(4, 8)
     )
     assert graphs.times("exp") == (2, 1)
+
+
+class Exported(nn.Module):
+    """A region, or a region inside a region, with a policy or without."""
+
+    def __init__(self, checkpoint: Any) -> None:
+        super().__init__()
+        self.block = Block()
+        self.checkpoint = checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.checkpoint(self.block, x.sin()).exp()  # type: ignore[no-any-return]
+
+
+def nested(function: Any, x: Tensor) -> Tensor:
+    return rekindle.checkpoint(lambda x: rekindle.checkpoint(function, x), x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.export
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        rekindle.checkpoint,
+        functools.partial(rekindle.checkpoint, context_fn=policies.keep_matmuls),
+        nested,
+    ],
+    ids=["plain", "policy", "nested"],
+)
+def test_a_region_is_exported(checkpoint: Any, strict: bool) -> None:
+    model, x = Exported(checkpoint), leaf(4, 8)
+    exported = torch.export.export(model, (x,), strict=strict).module()
+    assert torch.equal(exported(x), model(x))
+    if strict:  # torch exports regions inside regions as without gradients if it is not
+        assert_same_step(lambda: model(x), lambda: exported(x), [x])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_exports_a_region_with_a_policy_and_we_do_with_none_too() -> None:
+    torchs = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+
+    def exported(checkpoint: Any) -> list[str]:
+        program = torch.export.export(Exported(checkpoint), (leaf(4, 8),), strict=True)
+        return [node.name for node in program.graph.nodes]
+
+    ours = exported(rekindle.checkpoint)
+    assert ours == exported(functools.partial(torchs, context_fn=keeps_matmuls))
+    with pytest.raises(RuntimeError, match="_checkpoint_context_fn"):  # if not, see `_EXPORTED`
+        exported(torchs)

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from rekindle import policies
 from rekindle.compiled.breaks import run_outside_graphs
 from rekindle.compiled.frames import no_graph_begins, within_compiled_code
-from rekindle.compiled.handover import hand_over, noop_context_fn, run_traced
+from rekindle.compiled.handover import (
+    hand_over,
+    is_exporting,
+    noop_context_fn,
+    run_traced,
+)
 from rekindle.internals import dispatch_state, func_transform, top_hooks
 from rekindle.replay.frame import Frame
 from rekindle.replay.options import (
@@ -118,6 +123,8 @@ def _for_dynamo(context_fn: ContextFn) -> ContextFn:
     """A `context_fn` as a function that Dynamo can read."""
     if isinstance(context_fn, policies.Policy):
         return context_fn.for_compiler
+    if context_fn is noop_context_fn and is_exporting():
+        return _EXPORTED.for_compiler
     return context_fn
 
 
@@ -162,6 +169,11 @@ def region_of(
 
 where.forwards.add(_run.__code__)
 where.replays.add(Frame._run_again.__code__)
+
+_EXPORTED = policies.recompute()
+"""The policy of a region without one in `torch.export`, which copies a region's `context_fn` to the
+exported graph and fails where there is none. It can go when torch's `proxy_mode_key` of
+`tag_activation_checkpoint` asks whether there is one; torch 2.11 and 2.13 do not."""
 
 _LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 

@@ -55,6 +55,14 @@ def _is_torch_checkpoint(obj: Any) -> bool:
     return obj is torch_checkpoint
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` traces: asked by Dynamo, which in torch 2.11 says yes of itself."""
+    return torch.compiler.is_exporting()
+
+
+is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def hand_over(
     function: Callable[..., Any],
     args: tuple[Any, ...],
