@@ -13,7 +13,7 @@ from rekindle import policies
 from rekindle.compiled import offloading, passes, tags
 from rekindle.selective.fates import Fate
 from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler
-from tests.toys import Stack, assert_same_step, leaf
+from tests.toys import Block, Stack, assert_same_step, leaf
 
 pytestmark = TORCHS_WARNINGS
 
@@ -379,6 +379,25 @@ def test_a_region_that_draws_random_numbers_sends_and_fetches_under_inductor(
             out = run(x)
             assert len(offloading._tickets) == (3 if run is away else 0)
             found.append(torch.autograd.grad(out.sum(), [x, WEIGHT]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_memory_that_is_sent_is_not_used_again_for_what_nobody_reads(
+    written_at_once: None,
+) -> None:
+    """Random ops are not dead to torch: what they read is computed, wherever there is memory."""
+    block, x, found = Block(drop=0.5), leaf(4, 8), []
+
+    def run(x: Tensor) -> Tensor:
+        out = rekindle.checkpoint(block, x, context_fn=ALL_SPILLED)
+        rekindle.checkpoint(block, x * 2, context_fn=ALL_SPILLED)
+        return out  # type: ignore[no-any-return]
+
+    with torch._inductor.config.patch(fallback_random=True):
+        for step in (torch.compile(run, fullgraph=True), block):
+            torch.manual_seed(0)
+            found.append(torch.autograd.grad(step(x).sum(), [x, *block.parameters()]))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
 

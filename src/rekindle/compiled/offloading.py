@@ -108,7 +108,8 @@ def offload_marked(forward: Any, backward: Any, outputs: int) -> None:
         for node in _saved_alone(forward, results, outputs)
         if _has_fixed_size(node) and node.name in placeholders
     ]
-    staying = [made for node in results if node not in leaving for made in _made_with(node)]
+    others = [node for node in results if node not in leaving] + _ends(forward.graph)
+    staying = list(dict.fromkeys(made for node in others for made in _made_with(node)))
     tickets = _add_send(forward.graph, output, leaving, staying) if leaving else {}
     output.update_arg(0, tuple(tickets.get(node, node) for node in results))
     for node, ticket in tickets.items():
@@ -136,17 +137,31 @@ def _without_unused(results: list[Any], outputs: int, placeholders: dict[str, An
     return left
 
 
-def _made_with(node: Any) -> list[Any]:
-    """The tensors that exist once a result does: itself, or the numbers drawn with a random state.
+def _ends(graph: Any) -> list[Any]:
+    """What a graph makes and does not return: for an input that it changes, and what nobody reads.
 
-    No public form; tried on torch 2.13.
+    The latter is what random ops draw: they are not taken for dead.
     """
+    ends = [node for node in graph.nodes if node.op == "call_function" and not node.users]
+    return [node.args[1] if node.target is torch.ops.aten.copy_.default else node for node in ends]
+
+
+def _made_with(node: Any) -> list[Any]:
+    """The tensors that exist once a node has run: what it made, or else what that was made from.
+
+    A random state is none of them: it is real where all else is fake. No public form; tried on
+    torch 2.13.
+    """
+    if not isinstance(node, torch.fx.Node):
+        return []
     drawing = node.args[0] if _is_item(node) and node.args[1] == 0 else None
     if drawing is None or drawing.target is not run_and_save_rng_state:
-        return [node] if _is_tensor(node) else []
+        if _is_tensor(node):
+            return [node]
+        return [made for each in node.all_input_nodes for made in _made_with(each)]
     drawn = [user for user in drawing.users if user is not node]
     parts = [part for each in drawn for part in each.users if _is_item(part)]
-    return list(filter(_is_tensor, drawn + parts))
+    return [*filter(_is_tensor, drawn + parts)] or _made_with(drawing)
 
 
 def _is_item(node: Any) -> bool:
