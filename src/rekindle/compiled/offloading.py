@@ -154,7 +154,7 @@ def _made_with(node: Any) -> list[Any]:
     """
     if not isinstance(node, torch.fx.Node):
         return []
-    drawing = node.args[0] if _is_item(node) and node.args[1] == 0 else None
+    drawing: Any = node.args[0] if _is_item(node) and node.args[1] == 0 else None
     if drawing is None or drawing.target is not run_and_save_rng_state:
         if _is_tensor(node):
             return [node]
