@@ -667,3 +667,19 @@ def test_an_exception_in_forward_holds_no_memory(x: Tensor) -> None:
     with pytest.raises(KeyError):
         rekindle.checkpoint(region, x)
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("policy", [None, rekindle.policies.recompute()])
+def test_a_region_that_differentiates_twice_saves_in_a_thread_of_autograds(
+    x: Tensor, policy: Any
+) -> None:
+    """That thread runs no Python but the hook: there is no call to take down."""
+
+    def region(x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
+        return slope * x
+
+    options = {} if policy is None else {"context_fn": policy}
+    assert_same_step(
+        lambda: region(x), lambda: rekindle.checkpoint(region, x, **options), leaves=[x]
+    )

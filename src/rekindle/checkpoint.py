@@ -78,7 +78,12 @@ def checkpoint(
                     function, args, kwargs, use_reentrant, contexts, preserve_rng_state
                 )
     if torch.compiler.is_compiling() and function is not None:
-        return run_traced(function, args, kwargs, use_reentrant, context_fn, preserve_rng_state)
+        return run_traced(
+            *(function, args, kwargs),
+            use_reentrant=use_reentrant,
+            context_fn=context_fn,
+            preserve_rng_state=preserve_rng_state,
+        )
     if within_compiled_code() and function is not None:  # which is not compiled at this place
         return run_outside_graphs(
             function,

@@ -31,7 +31,7 @@ from rekindle import (
     set_device_states,
 )
 from rekindle.checkpoint import region_of
-from rekindle.compiled.handover import torch_checkpoint, torch_generator
+from rekindle.compiled.handover import run_traced, torch_generator
 from rekindle.internals import func_transform, grad_enabled, is_traced
 from rekindle.replay.options import ContextFn, options_of
 from rekindle.replay.rng import infer_device_type
@@ -75,15 +75,13 @@ def checkpoint(
 ) -> Any:
     """As torch's: reentrant, with a warning, if `use_reentrant` is not given."""
     if not torch.compiler.is_dynamo_compiling() and is_traced():
-        return torch_checkpoint(  # called by what comes after Dynamo, for the partitioner
-            function,
-            *args,
+        return run_traced(  # called by what comes after Dynamo, for the partitioner
+            *(function, args, kwargs),
             use_reentrant=use_reentrant,
             context_fn=context_fn,
             determinism_check=determinism_check,
             debug=debug,
             early_stop=early_stop,
-            **kwargs,
         )
     return rekindle.checkpoint(
         function,

@@ -103,19 +103,7 @@ def _call(context_fn: Callable[[], Any]) -> Any:
 
 
 def run_traced(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    use_reentrant: bool,
-    context_fn: Callable[[], Any],
-    preserve_rng_state: bool,
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
 ) -> Any:
     """Run a region by torch's engine, of which a graph is made without Dynamo, or after it."""
-    return torch_checkpoint(
-        function,
-        *args,
-        use_reentrant=use_reentrant,
-        context_fn=context_fn,
-        preserve_rng_state=preserve_rng_state,
-        **kwargs,
-    )
+    return torch_checkpoint(function, *args, **options, **kwargs)

@@ -25,7 +25,6 @@ stops only if the op that saves last has a millisecond's fraction of work to do,
 
 import functools
 import operator
-import sys
 from collections.abc import Callable, Generator, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, NoReturn
@@ -38,7 +37,7 @@ from rekindle.compiled.frames import not_compiled
 from rekindle.errors import CheckpointError
 from rekindle.internals import PROXY, StandInHook, entered_mode, pop_hooks, push_hooks
 from rekindle.replay.containers import PACKING
-from rekindle.replay.sites import RawSite, library, record
+from rekindle.replay.sites import RawSite, frame_at, library, record
 from rekindle.replay.slots import Slot, filled
 from rekindle.replay.stop import stop_inside
 
@@ -228,5 +227,5 @@ def _same(value: Tensor) -> Tensor:
 
 
 def _call_site() -> tuple[CodeType, int]:
-    caller = sys._getframe(2)
+    caller = frame_at(2)
     return caller.f_code, caller.f_lasti

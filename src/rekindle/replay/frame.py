@@ -201,7 +201,10 @@ class Frame:
         slot.meta = shape_of(x), x.dtype, x.device
         slot.version = x._version
         self.slots.append(ref(slot))
-        caller = _getframe(1)
+        try:
+            caller = _getframe(1)
+        except ValueError:  # in a thread of autograd's own, which no Python calls
+            caller = _getframe(0)
         code = caller.f_code
         site = with_user_code(caller) if library[code.co_filename] else (code, caller.f_lasti)
         self.sites.append(site)

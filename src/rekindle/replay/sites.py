@@ -42,9 +42,23 @@ library = _LibraryFiles()
 
 def record(depth: int = 2) -> RawSite:
     """The site of the op that is running; `depth` counts the Python frames that are ours."""
-    frame = sys._getframe(depth)
+    frame = frame_at(depth)
     code = frame.f_code
     return with_user_code(frame) if library[code.co_filename] else (code, frame.f_lasti)
+
+
+def frame_at(depth: int) -> FrameType:
+    """The frame that many calls above the caller of this, or the topmost there is.
+
+    A thread of autograd's own runs nothing of Python but hooks and modes: nobody calls these.
+    """
+    try:
+        return sys._getframe(depth + 1)
+    except ValueError:
+        frame = sys._getframe(1)
+        while frame.f_back is not None:
+            frame = frame.f_back
+        return frame
 
 
 def with_user_code(frame: FrameType) -> RawSite:

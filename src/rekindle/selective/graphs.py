@@ -22,7 +22,7 @@ from torch import Tensor
 from rekindle.internals import PROXY, entered_mode, grad_fn_of, nodes_so_far, shape_of, storage_key
 from rekindle.replay.frame import Frame
 from rekindle.replay.options import Options
-from rekindle.replay.sites import RawSite, library, with_user_code
+from rekindle.replay.sites import RawSite, frame_at, library, with_user_code
 from rekindle.replay.slots import Slot
 
 _WRITER = "torch._inductor.runtime.compile_tasks"
@@ -37,7 +37,7 @@ def called_by_generated_code() -> bool:
     """Whether the op that the calling dispatch mode sees is run by code that inductor wrote."""
     if _WRITER not in sys.modules:
         return False
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = frame_at(2)
     for _ in range(_DEEP):
         if frame is None:
             return False

@@ -1,6 +1,5 @@
 """One call of a region under a policy: recorded in forward, made again from its record."""
 
-import sys
 from _thread import RLock
 from collections.abc import Callable
 from types import FrameType
@@ -31,6 +30,7 @@ from rekindle.internals import (
 from rekindle.offload.activation import Kept
 from rekindle.replay import fingerprint
 from rekindle.replay.options import Options
+from rekindle.replay.sites import frame_at
 from rekindle.replay.slots import Slot
 from rekindle.replay.switches import recomputing
 from rekindle.selective.graphs import (
@@ -132,13 +132,13 @@ class Region:
         mode = self._mode
         if mode.is_inside_a_trace():
             if self._frame is not None:
-                self._frame.note_trace(site_of(sys._getframe(1)))
+                self._frame.note_trace(site_of(frame_at(1)))
             return Kept(x)
         if self._frame is not None:
-            replayed = self._slot_by_replay(x, self._frame, sys._getframe(1))
+            replayed = self._slot_by_replay(x, self._frame, frame_at(1))
             if replayed is not None:
                 return replayed
-        elif saved_by_compiled_code(x, sys._getframe(1)):
+        elif saved_by_compiled_code(x, frame_at(1)):
             note_compiled_code(self.function, True)
         value = mode.saved(x)
         if self._watch is None and not self._checks_values:
