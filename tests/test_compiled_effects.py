@@ -139,7 +139,8 @@ def test_a_llama_with_its_cache_on_compiles_with_blocks_that_are_recomputed(
     whole: bool, what: Any
 ) -> None:
     model, ids = llama()
-    model(ids, labels=ids).loss.backward()
+    plain = torch.compile(model, backend="aot_eager", fullgraph=True) if whole else model
+    plain(ids, labels=ids).loss.backward()  # torch 2.11 compiles a whole one to other bits
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     rekindle.apply(model, what)

@@ -144,6 +144,7 @@ def bytes_held(run: Callable[[], Any]) -> int:
     return sum(event.nbytes() for event in events if event.name() == "[memory]")
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 @pytest.mark.parametrize("name", ["product", "sums"])
 def test_a_policy_region_holds_nothing_that_compiled_code_saves_as_torchs(
     compiled: dict[str, Run], name: str

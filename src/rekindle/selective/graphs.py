@@ -30,7 +30,9 @@ _WRITER = "torch._inductor.runtime.compile_tasks"
 on torch 2.11 and 2.13."""
 _DEEP = 16
 """How far up to look: dispatch modes, and torch's Python, may be between an op and who runs it."""
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+"""The code that runs an `autograd.Function`, in which its class is at hand: Python in 2.11 and
+2.13 of torch. Where there is none, a region holds what compiled code saves for backward."""
 
 
 def called_by_generated_code() -> bool:
