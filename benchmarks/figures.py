@@ -157,18 +157,32 @@ def policies(results: dict[str, Any]) -> str:
     return table(["policy", "MiB held", "of plain", "ops replayed", "of these no views"], rows)
 
 
+def footprint(results: dict[str, Any]) -> str:
+    """What planning takes of a device's memory, beside a step with every block recomputed."""
+    rows = []
+    for r in results["results"]:
+        left = max(r["after"], r["after_twice"] or 0) - r["before"]
+        peaks = [f"{r[key] / 2**30:.2f}" for key in ("planning_peak", "recompute_peak")]
+        plan, predicted = (r[key] / 2**30 for key in ("measured_peak", "predicted_peak"))
+        peaks.append(f"{plan:.2f} ({predicted:.2f})")
+        rows.append([r["model"], r["budget"], str(left), *peaks, f"{r['seconds']:.0f}"])
+    heads = ["model", "budget", "left behind, bytes", "planning peak, GiB", "recompute peak, GiB"]
+    return table([*heads, "plan's peak, GiB (predicted)", "`fit`, s"], rows)
+
+
 def source(results: dict[str, Any], command: str) -> str:
     device = results["device"] if results["device"] != "cpu" else "CPU, one thread"
     return f"`{command}`, one run on {device}, torch {results['torch']}:"
 
 
-def pages() -> dict[Path, str]:
-    """What stands between the comments of each page."""
+def pages() -> dict[Path, list[str]]:
+    """What stands between the comments of each page, in their order."""
     host = json.loads((RESULTS / "overhead-cpu.json").read_text())
     gpu = json.loads((RESULTS / "recompute-h200.json").read_text())
     moved = json.loads((RESULTS / "offload-h200.json").read_text())
     held = json.loads((RESULTS / "policies.json").read_text())
     planned = json.loads((RESULTS / "budget-h200.json").read_text())
+    taken = json.loads((RESULTS / "footprint-h200.json").read_text())
     in_graphs = json.loads((RESULTS / "compiled-h200.json").read_text())
     fourth = "scripts/bench budget --shape all"
     fifth = "scripts/bench planning"
@@ -182,8 +196,8 @@ def pages() -> dict[Path, str]:
     short = ["torch", "torch reentrant", "rekindle"]
     selective = ["torch, keep matmuls and attention", "rekindle, keep matmuls and attention"]
     return {
-        ROOT / "README.md": "\n\n".join(
-            [
+        ROOT / "README.md": [
+            _joined(
                 source(host, first),
                 overhead(host, short),
                 source(gpu, second),
@@ -192,29 +206,34 @@ def pages() -> dict[Path, str]:
                 budget(planned),
                 source(moved, third),
                 offload(moved, ["plain", "save_on_cpu", "auto", "share 0.5", "share 1.0"]),
-            ]
-        ),
-        ROOT / "docs" / "overhead.md": "\n\n".join(
-            [source(host, first), overhead(host), source(gpu, second), recompute(gpu)]
-        ),
-        ROOT / "docs" / "policies.md": "\n\n".join(
-            [
+            )
+        ],
+        ROOT / "docs" / "overhead.md": [
+            _joined(source(host, first), overhead(host), source(gpu, second), recompute(gpu))
+        ],
+        ROOT / "docs" / "policies.md": [
+            _joined(
                 "`scripts/bench policies`: one block of the decoder's shape `8b`, on fake tensors:",
                 policies(held),
-            ]
-        ),
-        ROOT / "docs" / "budget.md": "\n\n".join(
-            [
+            )
+        ],
+        ROOT / "docs" / "budget.md": [
+            _joined(source(taken, "scripts/bench footprint --model all"), footprint(taken)),
+            _joined(
                 source(planned, fourth),
                 budget(planned),
                 *(part for r, by in counted for part in (source(r, by), planning(r))),
-            ]
-        ),
-        ROOT / "docs" / "compile.md": "\n\n".join(
-            [source(in_graphs, "scripts/bench compiled --shape all"), compiled(in_graphs)]
-        ),
-        ROOT / "docs" / "offload.md": "\n\n".join([source(moved, third), offload(moved)]),
+            ),
+        ],
+        ROOT / "docs" / "compile.md": [
+            _joined(source(in_graphs, "scripts/bench compiled --shape all"), compiled(in_graphs))
+        ],
+        ROOT / "docs" / "offload.md": [_joined(source(moved, third), offload(moved))],
     }
+
+
+def _joined(*parts: str) -> str:
+    return "\n\n".join(parts)
 
 
 def main() -> int:
@@ -224,7 +243,9 @@ def main() -> int:
     stale = 0
     for page, figures in pages().items():
         text = page.read_text()
-        filled = _PLACE.sub(lambda m, f=figures: f"{m[1]}\n{f}\n\n{m[2]}", text)  # type: ignore[misc]
+        assert len(_PLACE.findall(text)) == len(figures), f"places in {page.name}"
+        each = iter(figures)
+        filled = _PLACE.sub(lambda m, each=each: f"{m[1]}\n{next(each)}\n\n{m[2]}", text)  # type: ignore[misc]
         if filled != text:
             stale += 1
             print(f"{'out of date' if check else 'written'}: {page.relative_to(ROOT)}")
