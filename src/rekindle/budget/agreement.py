@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rekindle.budget.ranks import Ranks
 from rekindle.internals import FAKE, entered_mode
+from rekindle.parallel import in_process_group
 
 _Value = TypeVar("_Value")
 _Error = TypeVar("_Error", bound=Exception)
@@ -53,7 +54,7 @@ def collective(call: str, group: Any = None) -> Iterator[None]:
 
 def _ranks_of(group: Any) -> Ranks | None:
     """The ranks of a process group, or of a mesh with one dimension; None if there is but one."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not in_process_group():
         if group is not None:
             raise ValueError("group= is for a distributed run, but there is no process group")
         return None
@@ -81,13 +82,13 @@ def wait_for_all() -> None:
 
 
 def decided(work: Callable[[], _Value]) -> _Value:
-    """What the first rank makes of some work, on every rank; its error, if it raises one."""
+    """Do some work on the first rank alone, and return its result, or raise its error, on all."""
     ranks = _others()
     return work() if ranks is None else ranks.decide(work)
 
 
 def first_told(text: str | None) -> str | None:
-    """What the first rank that has something to tell tells, after its name; None if none has."""
+    """Return the text of the first rank that has one, with the rank's name; None if none has."""
     found = everyone(text)
     rank = next((rank for rank, told in enumerate(found) if told is not None), None)
     if rank is None:
@@ -115,18 +116,18 @@ def refuse_different(**options: Any) -> None:
 
 
 def is_first() -> bool:
-    """Whether this rank is the one that decides, and speaks."""
+    """Return whether this rank is the one that decides, and writes to the log."""
     ranks = _others()
     return ranks is None or ranks.is_first
 
 
 def has_others() -> bool:
-    """Whether this is one of several ranks: of those that plan together, or of all of them."""
+    """Return whether other ranks plan together with this one, or, outside a call, exist at all."""
     if entered_mode(FAKE) is not None:  # where nothing is measured, all find the same
         return False
     if _inside.get():
         return _current.get() is not None
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return in_process_group() and dist.get_world_size() > 1
 
 
 def _others() -> Ranks | None:
