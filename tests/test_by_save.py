@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rekindle
 from benchmarks.decoder import SHAPES, Decoder
-from rekindle.internals import storage_again, top_hooks
 from rekindle.offload.context import kept
 from rekindle.offload.derive import Derivation
 from rekindle.selective.by_save import Saves, derivable
+from rekindle.torch_private.internals import storage_again, top_hooks
 from tests.toys import leaf, same_bits
 
 ALL = Saves(frozenset(range(1000)), frozenset())

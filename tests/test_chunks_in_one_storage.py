@@ -15,11 +15,11 @@ from torch.nn.functional import silu
 
 import rekindle
 from rekindle import policies
-from rekindle.internals import saved_by
 from rekindle.offload.disk import DiskTier
 from rekindle.offload.spill_file import SpillFile
 from rekindle.selective.by_save import Saves
-from rekindle.versions import VersionMark
+from rekindle.torch_private.internals import saved_by
+from rekindle.torch_private.version_counters import VersionMark
 from tests.offloading import (
     STEPS,
     assert_plain_gradients,

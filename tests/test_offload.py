@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rekindle
-from rekindle.internals import saved_by
 from rekindle.offload.context import engine_of
 from rekindle.offload.spill_file import SpillFile
+from rekindle.torch_private.internals import saved_by
 from tests.offloading import (
     STEPS,
     assert_plain_gradients,

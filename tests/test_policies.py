@@ -20,7 +20,6 @@ from torch.utils.checkpoint import SelectiveCheckpointContext as TorchContext
 
 import rekindle
 from rekindle import CheckpointPolicy, policies
-from rekindle.internals import dispatch_modes, top_hooks
 from rekindle.policies import (
     Policy,
     at,
@@ -36,6 +35,7 @@ from rekindle.policies import (
     spill,
 )
 from rekindle.selective.mode import is_recording
+from rekindle.torch_private.internals import dispatch_modes, top_hooks
 from tests.toys import assert_same_step
 
 aten = torch.ops.aten

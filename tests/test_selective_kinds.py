@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import rekindle
 from rekindle import policies
-from rekindle.internals import dispatch_modes, top_hooks
+from rekindle.torch_private.internals import dispatch_modes, top_hooks
 from tests.ranks import one_rank
 from tests.test_selective_ops import POLICIES, check
 from tests.toys import Mlp, assert_same_step, same_bits

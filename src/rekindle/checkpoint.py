@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from rekindle import policies
 from rekindle.compiled.breaks import run_outside_graphs
-from rekindle.compiled.frames import no_graph_begins, within_compiled_code
 from rekindle.compiled.handover import (
     hand_over,
     is_exporting,
     noop_context_fn,
     run_traced,
 )
-from rekindle.internals import dispatch_state, func_transform, top_hooks
 from rekindle.replay.frame import Frame
 from rekindle.replay.options import (
     ContextFn,
@@ -30,6 +28,8 @@ from rekindle.replay.reentrant import CheckpointFunction
 from rekindle.selective import where
 from rekindle.selective.contexts import policy_in
 from rekindle.selective.region import Region
+from rekindle.torch_private.dynamo_frames import no_graph_begins, within_compiled_code
+from rekindle.torch_private.internals import dispatch_state, func_transform, top_hooks
 
 
 @no_graph_begins

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rekindle.internals import is_traced, reads_metadata
+from rekindle.torch_private.internals import is_traced, reads_metadata
 
 active: list["Observation"] = []
 """The observations that are open now."""

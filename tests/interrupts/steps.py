@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rekindle
-from rekindle import internals, observation, policies
+from rekindle import observation, policies
 from rekindle.modules.forward import put
 from rekindle.offload.context import living_engines
 from rekindle.offload.workers import workers
 from rekindle.replay import ambient
 from rekindle.selective import mode as recording
 from rekindle.selective.by_save import Saves
+from rekindle.torch_private import internals
 from tests.toys import Block, same_bits
 
 _ROWS, _DIM = 4, 8

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from rekindle.budget.ranks import Ranks
-from rekindle.internals import FAKE, entered_mode
-from rekindle.parallel import in_process_group
+from rekindle.torch_private.data_parallel import in_process_group
+from rekindle.torch_private.internals import FAKE, entered_mode
 
 _Value = TypeVar("_Value")
 _Error = TypeVar("_Error", bound=Exception)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from rekindle.internals import torch_function_disabled
+from rekindle.torch_private.internals import torch_function_disabled
 
 
 class AsOnCuda(TorchFunctionMode):

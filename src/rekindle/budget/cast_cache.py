@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from rekindle.internals import past_modes
 from rekindle.replay import ambient
 from rekindle.replay.surroundings import entered
+from rekindle.torch_private.internals import past_modes
 
 
 @contextmanager

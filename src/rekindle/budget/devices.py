@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from rekindle.internals import ASKS_DEVICE
 from rekindle.selective.kinds import Kind, kind_of
+from rekindle.torch_private.internals import ASKS_DEVICE
 
 _T, _G, _GIB = 1e12, 1e9, 2**30
 

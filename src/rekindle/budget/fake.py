@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.budget.as_on_cuda import AsOnCuda
 from rekindle.errors import RekindleError
-from rekindle.internals import ASKS_DEVICE, past_modes, storage_key
+from rekindle.torch_private.internals import ASKS_DEVICE, past_modes, storage_key
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rekindle.budget.devices import Device, seconds_of
-from rekindle.internals import ASKS_DEVICE, is_traced, past_modes, storage_key
 from rekindle.offload.activation import Kept, unpack
 from rekindle.selective.address import (
     OpAddress,
@@ -31,6 +30,7 @@ from rekindle.selective.address import (
     is_parameter,
 )
 from rekindle.selective.kinds import Kind, can_be_run_again, kind_of
+from rekindle.torch_private.internals import ASKS_DEVICE, is_traced, past_modes, storage_key
 
 
 @dataclass(frozen=True)

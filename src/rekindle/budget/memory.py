@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from rekindle.internals import entered_modes
+from rekindle.torch_private.internals import entered_modes
 
 
 class Meter(Protocol):

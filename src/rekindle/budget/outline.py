@@ -26,11 +26,11 @@ from rekindle.budget.step import Step
 from rekindle.budget.timing import Clock
 from rekindle.budget.turns import on_this_thread
 from rekindle.errors import RekindleError
-from rekindle.internals import storage_key
 from rekindle.modules.application import apply, undo
 from rekindle.modules.unwrapping import in_places
-from rekindle.parallel import sharded_parameters
 from rekindle.replay import ambient
+from rekindle.torch_private.data_parallel import sharded_parameters
+from rekindle.torch_private.internals import storage_key
 
 Call = tuple[Any, Any]
 """Positional and keyword arguments."""

@@ -33,8 +33,8 @@ from rekindle.budget.worst import Joint, Kind, Run, join, worst
 from rekindle.modules.blocks import unwrapped_blocks
 from rekindle.modules.unwrapping import class_name
 from rekindle.offload.options import TierName
-from rekindle.parallel import gathered_around
 from rekindle.replay import ambient
+from rekindle.torch_private.data_parallel import gathered_around
 
 
 @dataclass(frozen=True)

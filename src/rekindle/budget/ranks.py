@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rekindle.budget.failures import Failure, failure_of
 from rekindle.errors import RekindleError
-from rekindle.internals import default_store, part_of_store
+from rekindle.torch_private.internals import default_store, part_of_store
 
 _Value = TypeVar("_Value")
 _Error = TypeVar("_Error", bound=Exception)

@@ -24,14 +24,14 @@ from rekindle.budget.plan import Plan
 from rekindle.budget.shapes import Shapes, elements, input_shapes, told
 from rekindle.budget.turns import turn_of
 from rekindle.compiled.modules import compiled_around
-from rekindle.internals import capturing, func_transform, top_hooks
 from rekindle.modules.caches import forbid_cache
 from rekindle.modules.forward import forward_of, put
 from rekindle.modules.unwrapping import unwrapped
-from rekindle.parallel import sharded_parameters
 from rekindle.replay.switches import recomputing
 from rekindle.selective.tiers import begin_backward
 from rekindle.sizes import format_bytes, parse_bytes
+from rekindle.torch_private.data_parallel import sharded_parameters
+from rekindle.torch_private.internals import capturing, func_transform, top_hooks
 
 _log = logging.getLogger("rekindle")
 

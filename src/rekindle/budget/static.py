@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from rekindle.budget.memory import bytes_of
 from rekindle.budget.placement import is_on
-from rekindle.parallel import reshard
+from rekindle.torch_private.data_parallel import reshard
 
 
 def static_bytes(

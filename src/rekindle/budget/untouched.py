@@ -20,14 +20,14 @@ from rekindle.budget.turns import turn_of
 from rekindle.modules.application import undo
 from rekindle.modules.caches import no_caches
 from rekindle.modules.forward import Forward, forward_of
-from rekindle.parallel import (
+from rekindle.replay.reach import generators_of
+from rekindle.torch_private.data_parallel import (
     gradient_set_aside,
     in_process_group,
     reducers_idle,
     sharded_gradients_set_aside,
     sharded_parameters,
 )
-from rekindle.replay.reach import generators_of
 
 Rewind = Callable[[], None]
 OnGradient = Callable[[str, Tensor], None]

@@ -32,10 +32,10 @@ from rekindle import (
 )
 from rekindle.checkpoint import region_of
 from rekindle.compiled.handover import run_traced, torch_generator
-from rekindle.internals import func_transform, grad_enabled, is_traced
 from rekindle.replay.options import ContextFn, options_of
 from rekindle.replay.rng import infer_device_type
 from rekindle.selective.contexts import CachedMode, CachingMode
+from rekindle.torch_private.internals import func_transform, grad_enabled, is_traced
 
 _CachedTorchDispatchMode = CachedMode
 _CachingTorchDispatchMode = CachingMode

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from rekindle.compiled.frames import no_graph_inside
+from rekindle.torch_private.dynamo_frames import no_graph_inside
 
 _told: set[tuple[str, str]] = set()
 """Regions that were told of, each with the place where the graph broke."""

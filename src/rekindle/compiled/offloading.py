@@ -24,10 +24,10 @@ from torch.library import Library
 
 from rekindle.compiled.tags import FATE
 from rekindle.errors import OffloadError
-from rekindle.internals import keep_graph
 from rekindle.offload.activation import Kept, Saved
 from rekindle.selective.fates import Fate
 from rekindle.selective.tiers import pause, take
+from rekindle.torch_private.internals import keep_graph
 
 _library = Library("rekindle", "FRAGMENT")
 _library.define("send(Tensor[] leaving, Tensor[] staying, str[] fates) -> Tensor[]")

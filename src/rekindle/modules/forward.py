@@ -19,12 +19,12 @@ from torch import nn
 
 from rekindle.checkpoint import checkpoint
 from rekindle.compiled import where as traced
-from rekindle.compiled.frames import break_graph, no_graph_begins
 from rekindle.errors import RekindleError
-from rekindle.internals import pop_hooks_to, top_hooks
 from rekindle.offload.context import Offload, kept
 from rekindle.policies import Policy
 from rekindle.selective.by_save import Saves
+from rekindle.torch_private.dynamo_frames import break_graph, no_graph_begins
+from rekindle.torch_private.internals import pop_hooks_to, top_hooks
 
 Way = Policy | Offload | Saves | Literal["recompute", "keep", "plain"]
 """How a module runs: under a policy, offloaded, by what autograd saves, recomputed as a whole, kept

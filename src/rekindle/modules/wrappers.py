@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
 from rekindle.checkpoint import checkpoint
-from rekindle.compiled.frames import break_graph
 from rekindle.offload.context import offload
+from rekindle.torch_private.dynamo_frames import break_graph
 
 WRAPPED = "_checkpoint_wrapped_module"
 PREFIX = f"{WRAPPED}."

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rekindle.compiled.frames import not_compiled
 from rekindle.errors import RekindleError
-from rekindle.internals import (
+from rekindle.torch_private.dynamo_frames import not_compiled
+from rekindle.torch_private.internals import (
     below_modes,
     grad_fn_of,
     is_traced,
@@ -34,7 +34,7 @@ from rekindle.internals import (
     version_of,
     versions_of,
 )
-from rekindle.versions import VersionMark, counter_key
+from rekindle.torch_private.version_counters import VersionMark, counter_key
 
 if TYPE_CHECKING:
     from rekindle.offload.derive import Derivation

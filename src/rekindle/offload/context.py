@@ -14,8 +14,15 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from rekindle.compiled.frames import break_graph, no_graph_inside, not_compiled
-from rekindle.internals import (
+from rekindle.offload.activation import Kept, Saved, may_move, unpack
+from rekindle.offload.disk import DiskTier
+from rekindle.offload.host import HostTier
+from rekindle.offload.lane import Lane
+from rekindle.offload.options import OnFull, Options, Quota, TierName, options_of
+from rekindle.offload.staged import StagedDiskTier
+from rekindle.replay.switches import recomputing
+from rekindle.torch_private.dynamo_frames import break_graph, no_graph_inside, not_compiled
+from rekindle.torch_private.internals import (
     capturing,
     func_transform,
     is_traced,
@@ -24,13 +31,6 @@ from rekindle.internals import (
     push_hooks,
     top_hooks,
 )
-from rekindle.offload.activation import Kept, Saved, may_move, unpack
-from rekindle.offload.disk import DiskTier
-from rekindle.offload.host import HostTier
-from rekindle.offload.lane import Lane
-from rekindle.offload.options import OnFull, Options, Quota, TierName, options_of
-from rekindle.offload.staged import StagedDiskTier
-from rekindle.replay.switches import recomputing
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

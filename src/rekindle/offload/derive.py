@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from rekindle.errors import RekindleError
-from rekindle.internals import (
+from rekindle.offload.activation import Source, bytes_of
+from rekindle.torch_private.internals import (
     any_autocast,
     saved_by,
     torch_function_disabled,
     version_of,
     without_grad,
 )
-from rekindle.offload.activation import Source, bytes_of
 
 _Made = Callable[[Any], Callable[..., Tensor]]
 """The op that a node stands for, given the node: some have settings."""

@@ -14,9 +14,9 @@ before: no deadlock is possible.
 import torch
 from torch import Tensor
 
-from rekindle.internals import current_cuda_device, device_segments
 from rekindle.offload.pinned import PinnedPool, Room
 from rekindle.offload.tiers import Copy, Tier
+from rekindle.torch_private.internals import current_cuda_device, device_segments
 
 
 class HostTier(Tier):

@@ -19,7 +19,6 @@ from torch import Tensor
 from rekindle import observation
 from rekindle.emptying import empty_when_backward_ends
 from rekindle.errors import OffloadError
-from rekindle.internals import below_modes, graph_task_id, nodes_so_far, storage_key
 from rekindle.offload.activation import Activation, Kept, Saved, bytes_of
 from rekindle.offload.departures import Departures
 from rekindle.offload.derive import Derivation, derivation_of, is_made_by_its_node
@@ -27,6 +26,7 @@ from rekindle.offload.lessons import Lessons
 from rekindle.offload.step import Place, Step
 from rekindle.offload.waits import Waits
 from rekindle.sizes import format_bytes
+from rekindle.torch_private.internals import below_modes, graph_task_id, nodes_so_far, storage_key
 
 if TYPE_CHECKING:
     from rekindle.offload.options import Options

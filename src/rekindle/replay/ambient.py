@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rekindle.internals import (
+from rekindle.torch_private.internals import (
     TORCH_FUNCTION_ON,
     any_autocast,
     autocast_level,

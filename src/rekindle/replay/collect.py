@@ -33,13 +33,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from rekindle.compiled.frames import not_compiled
 from rekindle.errors import CheckpointError
-from rekindle.internals import PROXY, StandInHook, entered_mode, pop_hooks, push_hooks
 from rekindle.replay.containers import PACKING
 from rekindle.replay.sites import RawSite, frame_at, library, record
 from rekindle.replay.slots import Slot, filled
 from rekindle.replay.stop import stop_inside
+from rekindle.torch_private.dynamo_frames import not_compiled
+from rekindle.torch_private.internals import PROXY, StandInHook, entered_mode, pop_hooks, push_hooks
 
 if TYPE_CHECKING:
     from rekindle.replay.fingerprint import Fingerprints

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES
 
-from rekindle.internals import grad_enabled, set_grad_enabled
 from rekindle.replay.generators import ATOMS
 from rekindle.replay.objects import Layout, layout_of
+from rekindle.torch_private.internals import grad_enabled, set_grad_enabled
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 

@@ -18,10 +18,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rekindle.internals import current_node, past_modes, saved_by, version_of, without_grad
 from rekindle.replay import mismatch
 from rekindle.replay.sites import RawSite
 from rekindle.replay.trace import describe
+from rekindle.torch_private.internals import (
+    current_node,
+    past_modes,
+    saved_by,
+    version_of,
+    without_grad,
+)
 
 if TYPE_CHECKING:
     from rekindle.replay.collect import Collected

@@ -32,29 +32,8 @@ from torch import Tensor
 
 from rekindle import observation
 from rekindle.attachment import tell
-from rekindle.compiled.frames import not_compiled
 from rekindle.emptying import empty_when_backward_ends, empty_when_group_dies
 from rekindle.errors import CheckpointError
-from rekindle.internals import (
-    PROXY,
-    cuda_in_use,
-    entered_mode,
-    exec_group,
-    func_transform,
-    grad_enabled,
-    graph_task_id,
-    keep_graph,
-    old_vmap_level,
-    outside_inference_mode,
-    pop_hooks,
-    pop_hooks_to,
-    push_hooks,
-    runs_whole_graph,
-    set_dispatch_state,
-    set_grad_enabled,
-    shape_of,
-    top_hooks,
-)
 from rekindle.replay import ambient, mismatch
 from rekindle.replay import rng as random_state
 from rekindle.replay.collect import (
@@ -75,6 +54,27 @@ from rekindle.replay.stop import Stop, StopForHooks
 from rekindle.replay.surroundings import Surroundings
 from rekindle.replay.switches import recomputing
 from rekindle.replay.trace import OpTrace
+from rekindle.torch_private.dynamo_frames import not_compiled
+from rekindle.torch_private.internals import (
+    PROXY,
+    cuda_in_use,
+    entered_mode,
+    exec_group,
+    func_transform,
+    grad_enabled,
+    graph_task_id,
+    keep_graph,
+    old_vmap_level,
+    outside_inference_mode,
+    pop_hooks,
+    pop_hooks_to,
+    push_hooks,
+    runs_whole_graph,
+    set_dispatch_state,
+    set_grad_enabled,
+    shape_of,
+    top_hooks,
+)
 
 _getframe = sys._getframe
 _NOTHING = nullcontext()

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rekindle.internals import version_of
 from rekindle.replay.containers import Hooks, hand_tensors
 from rekindle.replay.generators import PLAIN
 from rekindle.replay.packing import Packing
 from rekindle.replay.state import Bound, CallState, bound_state, name_of
 from rekindle.replay.unpacking import Fresh, paths_of_tensors
-from rekindle.versions import counter_owner
+from rekindle.torch_private.internals import version_of
+from rekindle.torch_private.version_counters import counter_owner
 
 
 class Inputs:

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rekindle.internals import capturing, dispatch_modes, past_modes, version_of
 from rekindle.replay import attributes
+from rekindle.torch_private.internals import capturing, dispatch_modes, past_modes, version_of
 
 _SMALL = 1 << 16
 _ENOUGH = 8

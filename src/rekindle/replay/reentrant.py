@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from rekindle import observation
-from rekindle.compiled.frames import not_compiled
 from rekindle.errors import RekindleError
-from rekindle.internals import cuda_in_use, runs_whole_graph, set_grad_enabled, without_grad
 from rekindle.replay import ambient, rng
 from rekindle.replay.generators import DrawWatch
 from rekindle.replay.inputs import Inputs
@@ -23,6 +21,13 @@ from rekindle.replay.modules import ModuleState
 from rekindle.replay.reach import reached_from
 from rekindle.replay.surroundings import Surroundings
 from rekindle.replay.switches import recomputing
+from rekindle.torch_private.dynamo_frames import not_compiled
+from rekindle.torch_private.internals import (
+    cuda_in_use,
+    runs_whole_graph,
+    set_grad_enabled,
+    without_grad,
+)
 
 
 def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

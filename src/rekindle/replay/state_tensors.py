@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from rekindle.internals import (
+from rekindle.torch_private.internals import (
     detached,
     grad_fn_of,
     past_modes,

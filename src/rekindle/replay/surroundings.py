@@ -23,7 +23,9 @@ from contextlib import contextmanager
 import torch
 from torch.utils import _device
 
-from rekindle.internals import (
+from rekindle.replay import ambient
+from rekindle.replay.switches import recomputing
+from rekindle.torch_private.internals import (
     LeftTransforms,
     autocast_level,
     cuda_in_use,
@@ -42,8 +44,6 @@ from rekindle.internals import (
     top_hooks,
     torch_function_state,
 )
-from rekindle.replay import ambient
-from rekindle.replay.switches import recomputing
 
 
 class Surroundings:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from rekindle.internals import shape_of
 from rekindle.observation import OpMode
 from rekindle.replay import sites
+from rekindle.torch_private.internals import shape_of
 
 _CONTEXT = 2
 """How many ops that still agree are shown before the first that does not."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rekindle.internals import version_of
 from rekindle.replay.containers import AsItIs, Container, PackedTensor
 from rekindle.replay.generators import PLAIN
 from rekindle.replay.objects import ObjectState
 from rekindle.replay.state_tensors import Path, TensorState
-from rekindle.versions import counter_owner
+from rekindle.torch_private.internals import version_of
+from rekindle.torch_private.version_counters import counter_owner
 
 if TYPE_CHECKING:
     from rekindle.replay.state import CallState

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rekindle.internals import any_autocast, storage_key
 from rekindle.selective.address import is_parameter
 from rekindle.selective.casts import CAST, cast_parameter
 from rekindle.selective.record import Call, Held, Hooks, Value, copy_of, nbytes_of
+from rekindle.torch_private.internals import any_autocast, storage_key
 
 _SMALL = 1 << 18
 _MANY = 16

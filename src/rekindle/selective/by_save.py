@@ -19,9 +19,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle import observation
-from rekindle.compiled.frames import not_compiled
 from rekindle.emptying import empty_when_backward_ends
-from rekindle.internals import (
+from rekindle.offload.activation import Kept, Saved, bytes_of, changed_in_place, unpack
+from rekindle.offload.context import kept
+from rekindle.offload.derive import Derivation, derivation_of
+from rekindle.offload.options import FATE_OF_TIER, TierName
+from rekindle.replay.switches import recomputing
+from rekindle.selective.address import block_of
+from rekindle.selective.fates import AS_PLANNED
+from rekindle.selective.tiers import hooks_of, pause
+from rekindle.torch_private.dynamo_frames import not_compiled
+from rekindle.torch_private.internals import (
     capturing,
     dispatch_modes,
     entered_modes,
@@ -34,15 +42,7 @@ from rekindle.internals import (
     version_of,
     versions_of,
 )
-from rekindle.offload.activation import Kept, Saved, bytes_of, changed_in_place, unpack
-from rekindle.offload.context import kept
-from rekindle.offload.derive import Derivation, derivation_of
-from rekindle.offload.options import FATE_OF_TIER, TierName
-from rekindle.replay.switches import recomputing
-from rekindle.selective.address import block_of
-from rekindle.selective.fates import AS_PLANNED
-from rekindle.selective.tiers import hooks_of, pause
-from rekindle.versions import VersionMark
+from rekindle.torch_private.version_counters import VersionMark
 
 
 @dataclass(frozen=True)

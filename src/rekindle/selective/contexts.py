@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rekindle.compiled import tags, where
 from rekindle.compiled.handover import SAC_IGNORED_OPS, TORCHS_MODES, torch_selective_contexts
 from rekindle.errors import CheckpointError
-from rekindle.internals import detached, is_traced, version_of, without_grad
 from rekindle.selective.fates import AS_PLANNED, FOR_TORCH, Fate, fate_of
 from rekindle.selective.where import SelectiveCheckpointContext
+from rekindle.torch_private.internals import detached, is_traced, version_of, without_grad
 
 
 def contexts_of(

@@ -19,11 +19,18 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from rekindle.internals import PROXY, entered_mode, grad_fn_of, nodes_so_far, shape_of, storage_key
 from rekindle.replay.frame import Frame
 from rekindle.replay.options import Options
 from rekindle.replay.sites import RawSite, frame_at, library, with_user_code
 from rekindle.replay.slots import Slot
+from rekindle.torch_private.internals import (
+    PROXY,
+    entered_mode,
+    grad_fn_of,
+    nodes_so_far,
+    shape_of,
+    storage_key,
+)
 
 _WRITER = "torch._inductor.runtime.compile_tasks"
 """The module that loads what inductor writes, whose names begin with its own. No public form; tried

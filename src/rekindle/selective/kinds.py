@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rekindle.internals import grad_enabled, reads_metadata
+from rekindle.torch_private.internals import grad_enabled, reads_metadata
 
 
 class Kind(Enum):

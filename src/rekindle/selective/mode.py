@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rekindle.compiled.handover import SAC_IGNORED_OPS
-from rekindle.internals import FAKE, PROXY, capturing, entered_mode
 from rekindle.replay import rng as random_state
 from rekindle.replay.switches import recomputing
 from rekindle.selective import backends
@@ -41,6 +40,7 @@ from rekindle.selective.record import (
     tensors_of,
 )
 from rekindle.selective.tiers import hooks_of, pause
+from rekindle.torch_private.internals import FAKE, PROXY, capturing, entered_mode
 
 if TYPE_CHECKING:
     from rekindle.policies import Policy

@@ -12,7 +12,6 @@ from weakref import ref
 
 import torch
 
-from rekindle.compiled.frames import break_graph, called_outside_graphs
 from rekindle.compiled.handover import CheckpointPolicy
 from rekindle.errors import RekindleError
 from rekindle.selective.address import AddressBook, Fates
@@ -21,6 +20,7 @@ from rekindle.selective.fates import FOR_TORCH, Fate, fate_of
 from rekindle.selective.op_sets import ATTENTION, MATMULS, REDUCTIONS, ROUTING
 from rekindle.selective.ops import Op, cheap, code_of, is_op, matches, name_of, op_of, show
 from rekindle.selective.where import SelectiveCheckpointContext, runs_one_of
+from rekindle.torch_private.dynamo_frames import break_graph, called_outside_graphs
 
 _WHY = "a policy is made in compiled code: make the policy before, once"
 made_before = called_outside_graphs(_WHY)

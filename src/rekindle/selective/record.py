@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.errors import CheckpointError
-from rekindle.internals import (
+from rekindle.offload.activation import Kept, Saved
+from rekindle.replay import rng as random_state
+from rekindle.replay import slots
+from rekindle.replay.collect import Collected
+from rekindle.replay.surroundings import Surroundings
+from rekindle.selective import backends
+from rekindle.torch_private.internals import (
     any_autocast,
     below_autograd,
     detached,
@@ -32,12 +38,6 @@ from rekindle.internals import (
     with_versions,
     without_grad,
 )
-from rekindle.offload.activation import Kept, Saved
-from rekindle.replay import rng as random_state
-from rekindle.replay import slots
-from rekindle.replay.collect import Collected
-from rekindle.replay.surroundings import Surroundings
-from rekindle.selective import backends
 
 if TYPE_CHECKING:
     from weakref import ref

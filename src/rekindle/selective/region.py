@@ -11,22 +11,8 @@ from torch import Tensor
 
 from rekindle import observation
 from rekindle.attachment import tell
-from rekindle.compiled.frames import not_compiled
 from rekindle.emptying import empty_when_backward_ends, empty_when_group_dies
 from rekindle.errors import CheckpointError
-from rekindle.internals import (
-    dispatch_state,
-    exec_group,
-    graph_task_id,
-    keep_graph,
-    past_modes,
-    pop_hooks,
-    pop_hooks_to,
-    push_hooks,
-    runs_whole_graph,
-    set_dispatch_state,
-    top_hooks,
-)
 from rekindle.offload.activation import Kept
 from rekindle.replay import fingerprint
 from rekindle.replay.options import Options
@@ -42,6 +28,20 @@ from rekindle.selective.graphs import (
 )
 from rekindle.selective.mode import RecordMode, is_recording
 from rekindle.selective.record import RecordedSlot, Value, make
+from rekindle.torch_private.dynamo_frames import not_compiled
+from rekindle.torch_private.internals import (
+    dispatch_state,
+    exec_group,
+    graph_task_id,
+    keep_graph,
+    past_modes,
+    pop_hooks,
+    pop_hooks_to,
+    push_hooks,
+    runs_whole_graph,
+    set_dispatch_state,
+    top_hooks,
+)
 
 if TYPE_CHECKING:
     from rekindle.policies import Policy

@@ -6,12 +6,12 @@ from functools import cache, partial
 
 from torch import Tensor
 
-from rekindle.internals import with_versions
 from rekindle.offload.activation import Kept, Saved, unpack
 from rekindle.offload.context import Engine, engine_of
 from rekindle.offload.options import Options, TierName, options_of
 from rekindle.selective.fates import AS_PLANNED, Fate
 from rekindle.selective.record import Hooks
+from rekindle.torch_private.internals import with_versions
 
 
 @cache

@@ -27,7 +27,7 @@ Every place that reasons by version counter, and what makes it right:
 
 from torch import Tensor
 
-from rekindle.internals import WeakTensor, tensor_key, version_of
+from rekindle.torch_private.internals import WeakTensor, tensor_key, version_of
 
 
 def counter_owner(tensor: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Every touch of what torch keeps private, one small function each."""
