@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.attachment import attached
 from rekindle.budget import fitting
 from rekindle.budget.trial import Trial
+from rekindle.module_attachment import attached
 from rekindle.modules.forward import forward_of
 from tests.test_budget_fit import unchanged
 from tests.toys import Block, Stack, same_bits

@@ -18,9 +18,9 @@ from rekindle.budget.planning import plan_by
 from rekindle.budget.simulate import simulate
 from rekindle.budget.values import Option
 from rekindle.modules.caches import no_caches
-from rekindle.selective import by_save
-from rekindle.selective.address import OpAddress
-from rekindle.selective.book import Book
+from rekindle.regions import saved_indices
+from rekindle.regions.selective.op_addresses import OpAddress
+from rekindle.regions.selective.tensor_table import Book
 from tests.toys import same_bits
 
 pytest.importorskip("scipy")
@@ -197,13 +197,13 @@ def test_what_is_derived_in_a_step_under_autocast_is_what_the_plan_says(
     case: Case, profile: rekindle.Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[tuple[tuple[int, ...], int]] = []
-    leave = by_save._Region.__exit__
+    leave = saved_indices._Region.__exit__
 
-    def spy(region: by_save._Region, *error: object) -> None:
+    def spy(region: saved_indices._Region, *error: object) -> None:
         leave(region, *error)
         found.append((tuple(region.derived), region._number + 1))
 
-    monkeypatch.setattr(by_save._Region, "__exit__", spy)
+    monkeypatch.setattr(saved_indices._Region, "__exit__", spy)
     for option in profile.blocks[0].options:
         if option.fate == "derive":
             rekindle.apply(case.model, {path: what_of(option) for path, _ in profile.order})
@@ -298,7 +298,7 @@ def test_a_block_that_saves_other_tensors_says_that_its_plan_no_longer_matches()
     does = Branching()
     block, x = Block(does), torch.randn(4, 8, requires_grad=True)
     saves = len(graph_of(block, x).saves)
-    rekindle.apply(block, {"": by_save.Saves(frozenset(), frozenset(), count=saves)})
+    rekindle.apply(block, {"": saved_indices.Saves(frozenset(), frozenset(), count=saves)})
     block(x)
     does.doubles = True
     with torch.no_grad():

@@ -13,7 +13,7 @@ from benchmarks.decoder import Shape
 from rekindle.budget.devices import device_named
 from rekindle.budget.graph import record
 from rekindle.budget.memory import LiveBytes
-from rekindle.selective.by_save import derivable
+from rekindle.regions.saved_indices import derivable
 from tests.toys import Block
 
 CPU = device_named("cpu")

@@ -16,7 +16,7 @@ from rekindle.budget.devices import device_named
 from rekindle.budget.execute import Numbered
 from rekindle.budget.graph import Graph, Op, Value, record
 from rekindle.policies import Policy
-from rekindle.selective.fates import Fate
+from rekindle.regions.selective.decisions import Fate
 from tests.toys import Block, same_bits
 
 pytest.importorskip("scipy")

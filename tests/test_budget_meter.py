@@ -15,7 +15,7 @@ from torch.nn.functional import rrelu
 import rekindle
 from rekindle.budget.memory import LiveBytes, metered, metered_as_a_whole
 from rekindle.budget.step import shapes_of
-from rekindle.replay import rng as random_state
+from rekindle.regions.recompute import rng_state as random_state
 
 CPU = torch.device("cpu")
 SIZE = 4 * 64 * 4

@@ -13,8 +13,8 @@ from rekindle.budget.graph import Graph, Op, Value
 from rekindle.budget.names import named
 from rekindle.budget.options import deriving, offloading
 from rekindle.budget.values import Option
-from rekindle.selective.by_save import Saves
-from rekindle.selective.fates import Fate
+from rekindle.regions.saved_indices import Saves
+from rekindle.regions.selective.decisions import Fate
 
 pytest.importorskip("scipy")
 

@@ -18,9 +18,9 @@ from rekindle.budget.planning import plan_by
 from rekindle.budget.simulate import simulate
 from rekindle.budget.values import BlockProfile, Option
 from rekindle.offload.context import engine_of
-from rekindle.selective.by_save import Saves
-from rekindle.selective.fates import Fate
-from rekindle.selective.tiers import _options
+from rekindle.regions.saved_indices import Saves
+from rekindle.regions.selective.decisions import Fate
+from rekindle.regions.selective.offload_bridge import _options
 from tests.toys import Stack, same_bits
 
 pytest.importorskip("scipy")

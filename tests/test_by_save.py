@@ -17,7 +17,7 @@ import rekindle
 from benchmarks.decoder import SHAPES, Decoder
 from rekindle.offload.context import kept
 from rekindle.offload.derive import Derivation
-from rekindle.selective.by_save import Saves, derivable
+from rekindle.regions.saved_indices import Saves, derivable
 from rekindle.torch_private.internals import storage_again, top_hooks
 from tests.toys import leaf, same_bits
 

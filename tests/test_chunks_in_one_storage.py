@@ -17,7 +17,7 @@ import rekindle
 from rekindle import policies
 from rekindle.offload.disk import DiskTier
 from rekindle.offload.spill_file import SpillFile
-from rekindle.selective.by_save import Saves
+from rekindle.regions.saved_indices import Saves
 from rekindle.torch_private.internals import saved_by
 from rekindle.torch_private.version_counters import VersionMark
 from tests.offloading import (

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 import rekindle
 from rekindle import policies
 from rekindle.compiled import offloading, passes, tags
-from rekindle.selective.fates import Fate
+from rekindle.regions.selective.decisions import Fate
 from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler
 from tests.toys import Block, Stack, assert_same_step, leaf
 

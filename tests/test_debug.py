@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import rekindle
-from rekindle.selective.contexts import CachingMode
+from rekindle.regions.selective.policy_contexts import CachingMode
 from tests.toys import Block, assert_same_step
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.replay import generators as search_of
-from rekindle.replay.reach import generators_of, reached_from
+from rekindle.regions.recompute import random_generators as search_of
+from rekindle.regions.recompute.reachable_state import generators_of, reached_from
 from tests.toys import same_bits
 
 Run = Callable[[nn.Module, Tensor], Tensor]

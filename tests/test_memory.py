@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rekindle
-from rekindle.replay.frame import Frame
-from rekindle.replay.slots import Slot
+from rekindle.regions.recompute.recompute_region import Frame
+from rekindle.regions.recompute.slots import Slot
 from tests.toys import Mlp
 
 

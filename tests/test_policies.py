@@ -34,7 +34,7 @@ from rekindle.policies import (
     recompute_cheap,
     spill,
 )
-from rekindle.selective.mode import is_recording
+from rekindle.regions.selective.recorder import is_recording
 from rekindle.torch_private.internals import dispatch_modes, top_hooks
 from tests.toys import assert_same_step
 

@@ -18,8 +18,8 @@ import torch._dynamo  # when torch imports it later, its traceback keeps whoever
 from hypothesis import HealthCheck, Phase, assume, find, given, note, settings
 
 import rekindle
-from rekindle.replay.frame import Frame
-from rekindle.selective.region import Region as SelectiveRegion
+from rekindle.regions.recompute.recompute_region import Frame
+from rekindle.regions.selective.selective_region import Region as SelectiveRegion
 from tests.programs import (
     MODES,
     Block,
@@ -53,7 +53,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> WeakSet[Any]:
             super().__init__(*args, **kwargs)
             alive.add(self)
 
-    module = sys.modules["rekindle.checkpoint"]
+    module = sys.modules["rekindle._api.checkpoint"]
     monkeypatch.setattr(module, "Frame", NotedFrame)
     monkeypatch.setattr(module, "Region", NotedRegion)
     return alive

@@ -28,7 +28,7 @@ from rekindle.policies import (
     recompute_cheap,
     spill,
 )
-from rekindle.selective.record import Call
+from rekindle.regions.selective.op_graph import Call
 from tests.toys import Mlp, assert_same_step, same_bits
 
 aten = torch.ops.aten

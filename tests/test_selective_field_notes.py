@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import rekindle
 from rekindle import CheckpointPolicy, policies
 from rekindle.policies import at, every, first, keep, named, of, offload, recompute, spill
-from rekindle.selective.record import Call
+from rekindle.regions.selective.op_graph import Call
 from tests.toys import Stack, assert_same_step, same_bits
 
 aten = torch.ops.aten

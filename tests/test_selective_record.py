@@ -15,8 +15,8 @@ from torch.nn import functional
 import rekindle
 from benchmarks.decoder import SHAPES, Block
 from rekindle import policies
-from rekindle.selective.record import Call
-from rekindle.selective.region import run
+from rekindle.regions.selective.op_graph import Call
+from rekindle.regions.selective.selective_region import run
 from tests.toys import Stack, assert_same_step, same_bits
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from torch.nn.functional import dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rekindle
-from rekindle.replay.fingerprint import Fingerprints
+from rekindle.regions.errors.fingerprint import Fingerprints
 from tests.toys import Block, assert_same_step
 
 checked = functools.partial(rekindle.checkpoint, determinism_check="values")

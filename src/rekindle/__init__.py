@@ -1,12 +1,13 @@
 """Train models that do not fit in memory, with gradients bit for bit unchanged."""
 
 from rekindle import policies
+from rekindle._api.checkpoint import checkpoint, checkpoint_sequential
+from rekindle._api.selective import create_selective_checkpoint_contexts, name
 from rekindle.budget.front import Point, fit, frontier, profile, solve
 from rekindle.budget.plan import Plan
 from rekindle.budget.planning import BudgetError
 from rekindle.budget.standing import plan_of
 from rekindle.budget.values import Profile
-from rekindle.checkpoint import checkpoint, checkpoint_sequential
 from rekindle.compiled.handover import SAC_IGNORED_OPS, CheckpointPolicy, noop_context_fn
 from rekindle.errors import CheckpointError, OffloadError, RekindleError
 from rekindle.modules.application import Applied, apply, remove
@@ -21,20 +22,23 @@ from rekindle.modules.wrappers import (
 from rekindle.modules.wrapping import apply_activation_checkpointing
 from rekindle.observation import Counts, Observation, Traffic, observe
 from rekindle.offload.context import Offload, offload
-from rekindle.replay.groups import GraphExecGroup
-from rekindle.replay.reentrant import (
+from rekindle.regions.recompute.exec_groups import GraphExecGroup
+from rekindle.regions.recompute.reentrant import (
     CheckpointFunction,
     check_backward_validity,
     detach_variable,
 )
-from rekindle.replay.rng import DefaultDeviceType, get_device_states, set_device_states
-from rekindle.replay.switches import (
+from rekindle.regions.recompute.rng_state import (
+    DefaultDeviceType,
+    get_device_states,
+    set_device_states,
+)
+from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
+from rekindle.regions.switches import (
     is_recomputing,
     set_checkpoint_debug_enabled,
     set_checkpoint_early_stop,
 )
-from rekindle.selective.front import create_selective_checkpoint_contexts, name
-from rekindle.selective.where import SelectiveCheckpointContext
 
 # Last: compat imports the names above from this module.
 from rekindle.compat.patch import patch_torch  # isort: skip

@@ -12,10 +12,10 @@ the first that has something to say about an op decides, and what none speaks of
 
 from typing import Any
 
-from rekindle.selective.fates import Fate, fate_named
-from rekindle.selective.op_sets import ATTENTION, MATMULS, REDUCTIONS, ROUTING
-from rekindle.selective.ops import Op, op_of
-from rekindle.selective.policy import (
+from rekindle.regions.selective.decisions import Fate, fate_named
+from rekindle.regions.selective.op_names import Op, op_of
+from rekindle.regions.selective.op_sets import ATTENTION, MATMULS, REDUCTIONS, ROUTING
+from rekindle.regions.selective.policy_kinds import (
     At,
     Cheap,
     Counted,

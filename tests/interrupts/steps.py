@@ -17,9 +17,9 @@ from rekindle import observation, policies
 from rekindle.modules.forward import put
 from rekindle.offload.context import living_engines
 from rekindle.offload.workers import workers
-from rekindle.replay import ambient
-from rekindle.selective import mode as recording
-from rekindle.selective.by_save import Saves
+from rekindle.regions.recompute import ambient
+from rekindle.regions.saved_indices import Saves
+from rekindle.regions.selective import recorder as recording
 from rekindle.torch_private import internals
 from tests.toys import Block, same_bits
 

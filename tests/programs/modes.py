@@ -14,9 +14,9 @@ import rekindle
 import rekindle.compat.checkpoint
 from rekindle import policies
 from rekindle.offload.options import TierName
-from rekindle.selective.by_save import Saves
-from rekindle.selective.fates import AS_PLANNED, Fate
-from rekindle.selective.where import SelectiveCheckpointContext
+from rekindle.regions.saved_indices import Saves
+from rekindle.regions.selective.decisions import AS_PLANNED, Fate
+from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

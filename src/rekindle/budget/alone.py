@@ -20,8 +20,8 @@ from rekindle.budget.outline import without_graph
 from rekindle.budget.timing import Clock
 from rekindle.budget.values import Option
 from rekindle.modules.application import apply, undo
-from rekindle.replay import ambient
-from rekindle.selective.by_save import derivable
+from rekindle.regions.recompute import ambient
+from rekindle.regions.saved_indices import derivable
 
 _HEAD_START = 0.1
 """Seconds that a device is kept busy at first, until it is known how long the host takes."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from rekindle.replay import ambient
-from rekindle.replay.surroundings import entered
+from rekindle.regions.recompute import ambient
+from rekindle.regions.recompute.torch_state import entered
 from rekindle.torch_private.internals import past_modes
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from rekindle.selective.kinds import Kind, kind_of
+from rekindle.regions.selective.op_kinds import Kind, kind_of
 from rekindle.torch_private.internals import ASKS_DEVICE
 
 _T, _G, _GIB = 1e12, 1e9, 2**30

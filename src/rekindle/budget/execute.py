@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from rekindle.budget.values import Option
 from rekindle.offload.options import FATE_OF_TIER, TierName
 from rekindle.policies import Policy
-from rekindle.selective.address import (
+from rekindle.regions.saved_indices import Saves
+from rekindle.regions.selective.decisions import AS_PLANNED, Fate
+from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
+from rekindle.regions.selective.op_addresses import (
     AddressBook,
     Fates,
     OpAddress,
     depends_on_parameters_alone,
     is_parameter,
 )
-from rekindle.selective.by_save import Saves
-from rekindle.selective.fates import AS_PLANNED, Fate
-from rekindle.selective.where import SelectiveCheckpointContext
 
 
 @dataclass(frozen=True)

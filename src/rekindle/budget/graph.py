@@ -23,13 +23,13 @@ from torch.utils._pytree import tree_leaves
 
 from rekindle.budget.devices import Device, seconds_of
 from rekindle.offload.activation import Kept, unpack
-from rekindle.selective.address import (
+from rekindle.regions.selective.op_addresses import (
     OpAddress,
     Whereabouts,
     depends_on_parameters_alone,
     is_parameter,
 )
-from rekindle.selective.kinds import Kind, can_be_run_again, kind_of
+from rekindle.regions.selective.op_kinds import Kind, can_be_run_again, kind_of
 from rekindle.torch_private.internals import ASKS_DEVICE, is_traced, past_modes, storage_key
 
 

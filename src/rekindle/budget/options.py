@@ -5,7 +5,7 @@ from dataclasses import replace
 from rekindle.budget.graph import Graph
 from rekindle.budget.values import Option
 from rekindle.offload.options import TierName
-from rekindle.selective.address import OpAddress
+from rekindle.regions.selective.op_addresses import OpAddress
 
 
 def deriving(derivable: tuple[int, ...], graph: Graph) -> list[Option]:

@@ -28,7 +28,7 @@ from rekindle.budget.turns import on_this_thread
 from rekindle.errors import RekindleError
 from rekindle.modules.application import apply, undo
 from rekindle.modules.unwrapping import in_places
-from rekindle.replay import ambient
+from rekindle.regions.recompute import ambient
 from rekindle.torch_private.data_parallel import sharded_parameters
 from rekindle.torch_private.internals import storage_key
 

@@ -13,7 +13,7 @@ from rekindle.budget.values import Nearby, Option, twice
 from rekindle.modules.blocks import unwrapped_blocks
 from rekindle.modules.unwrapping import class_name, places
 from rekindle.policies import Policy
-from rekindle.selective.by_save import Saves
+from rekindle.regions.saved_indices import Saves
 
 
 @dataclass(frozen=True)

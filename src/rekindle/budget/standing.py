@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rekindle.attachment import attach, attached
 from rekindle.budget.agreement import has_others
 from rekindle.budget.loss import Loss
 from rekindle.budget.placement import compute_device
@@ -24,11 +23,12 @@ from rekindle.budget.plan import Plan
 from rekindle.budget.shapes import Shapes, elements, input_shapes, told
 from rekindle.budget.turns import turn_of
 from rekindle.compiled.modules import compiled_around
+from rekindle.module_attachment import attach, attached
 from rekindle.modules.caches import forbid_cache
 from rekindle.modules.forward import forward_of, put
 from rekindle.modules.unwrapping import unwrapped
-from rekindle.replay.switches import recomputing
-from rekindle.selective.tiers import begin_backward
+from rekindle.regions.selective.offload_bridge import begin_backward
+from rekindle.regions.switches import recomputing
 from rekindle.sizes import format_bytes, parse_bytes
 from rekindle.torch_private.data_parallel import sharded_parameters
 from rekindle.torch_private.internals import capturing, func_transform, top_hooks

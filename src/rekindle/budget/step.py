@@ -14,7 +14,7 @@ from rekindle.budget.fingerprints import Fingerprints, Gathering
 from rekindle.budget.loss import A_FUNCTION, Loss, in_form, scalar_in
 from rekindle.budget.memory import bytes_of, storages_of
 from rekindle.budget.values import LossSource
-from rekindle.replay.copies import copies_for
+from rekindle.regions.recompute.call_on_copies import copies_for
 from rekindle.torch_private.internals import storage_key
 
 

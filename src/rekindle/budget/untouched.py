@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.attachment import put_back, set_aside
 from rekindle.budget.fake import has_no_memory
 from rekindle.budget.noted import notes_put_back
 from rekindle.budget.placement import compute_device
 from rekindle.budget.stand_ins import on_stand_ins
 from rekindle.budget.step import Step
 from rekindle.budget.turns import turn_of
+from rekindle.module_attachment import put_back, set_aside
 from rekindle.modules.application import undo
 from rekindle.modules.caches import no_caches
 from rekindle.modules.forward import Forward, forward_of
-from rekindle.replay.reach import generators_of
+from rekindle.regions.recompute.reachable_state import generators_of
 from rekindle.torch_private.data_parallel import (
     gradient_set_aside,
     in_process_group,

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from rekindle.budget import saving
 from rekindle.budget.schema import Difference, Inconsistency
 from rekindle.offload.options import FATE_OF_TIER, TierName
-from rekindle.selective.address import OpAddress
+from rekindle.regions.selective.op_addresses import OpAddress
 
 LossSource: TypeAlias = Literal["model", "given", "none"]
 """Where a step's loss comes from: the model, or the function that is the step, returns it; it was

@@ -30,11 +30,11 @@ from rekindle import (
     set_checkpoint_early_stop,
     set_device_states,
 )
-from rekindle.checkpoint import region_of
+from rekindle._api.checkpoint import region_of
 from rekindle.compiled.handover import run_traced, torch_generator
-from rekindle.replay.options import ContextFn, options_of
-from rekindle.replay.rng import infer_device_type
-from rekindle.selective.contexts import CachedMode, CachingMode
+from rekindle.regions.recompute.rng_state import infer_device_type
+from rekindle.regions.region_options import ContextFn, options_of
+from rekindle.regions.selective.policy_contexts import CachedMode, CachingMode
 from rekindle.torch_private.internals import func_transform, grad_enabled, is_traced
 
 _CachedTorchDispatchMode = CachedMode

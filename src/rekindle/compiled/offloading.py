@@ -25,8 +25,8 @@ from torch.library import Library
 from rekindle.compiled.tags import FATE
 from rekindle.errors import OffloadError
 from rekindle.offload.activation import Kept, Saved
-from rekindle.selective.fates import Fate
-from rekindle.selective.tiers import pause, take
+from rekindle.regions.selective.decisions import Fate
+from rekindle.regions.selective.offload_bridge import pause, take
 from rekindle.torch_private.internals import keep_graph
 
 _library = Library("rekindle", "FRAGMENT")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rekindle.compiled.handover import CheckpointPolicy
 from rekindle.compiled.passes import run_our_passes
-from rekindle.selective.fates import Fate
+from rekindle.regions.selective.decisions import Fate
 
 FATE = "rekindle_fate"
 """Under which a node's `meta` has the fate of what it makes."""

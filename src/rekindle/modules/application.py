@@ -8,17 +8,17 @@ from typing import Any, Protocol
 from torch import nn
 
 from rekindle import policies
-from rekindle.attachment import detach, discard, hooks_on, put_back, set_aside, take_off_new
+from rekindle.module_attachment import detach, discard, hooks_on, put_back, set_aside, take_off_new
 from rekindle.modules import patterns
 from rekindle.modules.blocks import blocks_of
 from rekindle.modules.forward import Way, forward_of, noted, put, take_away
 from rekindle.modules.wrappers import ActivationWrapper
 from rekindle.offload.context import Offload, offload
 from rekindle.policies import Policy
-from rekindle.selective.by_save import Saves
-from rekindle.selective.fates import Fate, fate_named
-from rekindle.selective.tiers import trim_fates
-from rekindle.selective.where import SelectiveCheckpointContext
+from rekindle.regions.saved_indices import Saves
+from rekindle.regions.selective.decisions import Fate, fate_named
+from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
+from rekindle.regions.selective.offload_bridge import trim_fates
 
 What = str | Policy | Offload | Saves
 """A fate by its name, a policy, or `rekindle.offload(...)` with options; or what plans give."""

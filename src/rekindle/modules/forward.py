@@ -17,12 +17,12 @@ from weakref import ref
 import torch
 from torch import nn
 
-from rekindle.checkpoint import checkpoint
+from rekindle._api.checkpoint import checkpoint
 from rekindle.compiled import where as traced
 from rekindle.errors import RekindleError
 from rekindle.offload.context import Offload, kept
 from rekindle.policies import Policy
-from rekindle.selective.by_save import Saves
+from rekindle.regions.saved_indices import Saves
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_begins
 from rekindle.torch_private.internals import pop_hooks_to, top_hooks
 

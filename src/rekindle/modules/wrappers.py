@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
-from rekindle.checkpoint import checkpoint
+from rekindle._api.checkpoint import checkpoint
 from rekindle.offload.context import offload
 from rekindle.torch_private.dynamo_frames import break_graph
 

@@ -20,7 +20,7 @@ from rekindle.offload.host import HostTier
 from rekindle.offload.lane import Lane
 from rekindle.offload.options import OnFull, Options, Quota, TierName, options_of
 from rekindle.offload.staged import StagedDiskTier
-from rekindle.replay.switches import recomputing
+from rekindle.regions.switches import recomputing
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_inside, not_compiled
 from rekindle.torch_private.internals import (
     capturing,

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from rekindle import observation
-from rekindle.emptying import empty_when_backward_ends
 from rekindle.errors import OffloadError
 from rekindle.offload.activation import Activation, Kept, Saved, bytes_of
 from rekindle.offload.departures import Departures
@@ -25,6 +24,7 @@ from rekindle.offload.derive import Derivation, derivation_of, is_made_by_its_no
 from rekindle.offload.lessons import Lessons
 from rekindle.offload.step import Place, Step
 from rekindle.offload.waits import Waits
+from rekindle.regions.backward_cleanup import empty_when_backward_ends
 from rekindle.sizes import format_bytes
 from rekindle.torch_private.internals import below_modes, graph_task_id, nodes_so_far, storage_key
 

@@ -1,0 +1,1 @@
+"""The functions that users call: arguments are checked here, once."""

@@ -1,0 +1,1 @@
+"""What is said of a replay that does not match its forward, and where."""

@@ -1,0 +1,201 @@
+"""`determinism_check="values"`: does a replay give back the same bits?
+
+Of each activation the forward keeps a checksum of its bits that knows their order, its norm and a
+few elements, on its own device and without waiting for it; the replay is compared in one go, with
+one wait. An activation is looked at once the op that saved it has ended, because an op may still
+write to what it saves (`Note [When a replay may stop]` in collect.py).
+
+Note [What nothing writes nor reads]. Some ops save memory that in one of their modes nothing fills,
+and their backward does not read: `rrelu` its noise, in eval. Its content is whatever was there
+before. Only the node that saved it tells, and that is known when the node asks for it. So where all
+that differs may be such memory, the error waits until a node asks for it that reads it.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rekindle.regions.errors import mismatch
+from rekindle.regions.errors.call_sites import RawSite
+from rekindle.regions.errors.op_trace import describe
+from rekindle.torch_private.internals import (
+    current_node,
+    past_modes,
+    saved_by,
+    version_of,
+    without_grad,
+)
+
+if TYPE_CHECKING:
+    from rekindle.regions.recompute.collect import Collected
+    from rekindle.regions.recompute.recompute_region import Frame
+    from rekindle.regions.recompute.slots import Slot
+
+_SAMPLES = 64
+_CHUNK = 1 << 22
+_RNN = os.path.join("torch", "nn", "modules", "rnn.py")
+"""RNN kernels save a workspace of bytes, with gaps that nobody writes to."""
+_UNREAD = {"RreluWithNoiseBackward": ("noise", "training")}
+"""By a node's name without its number: what it saves, and the flag without which it is not read.
+Note [What nothing writes nor reads]."""
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What is kept of one tensor's content."""
+
+    what: str
+    checksum: Tensor
+    norm: Tensor
+    sample: Tensor
+
+
+@dataclass(frozen=True)
+class Drift:
+    """One activation whose content changed from forward to replay."""
+
+    position: int
+    what: str
+    how_much: str
+
+
+def take(x: Tensor) -> Fingerprint | None:
+    """The fingerprint of a dense tensor; None for what has no plain memory (sparse, nested)."""
+    return without_grad(_take, x)
+
+
+def _take(x: Tensor) -> Fingerprint | None:
+    is_plain = type(x) in (Tensor, torch.nn.Parameter) and not x.is_nested
+    if not is_plain or x.layout != torch.strided or x.is_meta:
+        return None
+    real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    flat = real.detach().resolve_neg().contiguous().view(-1)
+    number = flat.float() if flat.dtype.itemsize == 1 else flat  # fp8 and bool know no arithmetic
+    step = max(1, number.numel() // _SAMPLES)
+    return Fingerprint(
+        describe(x),
+        _checksum(flat.view(_INTEGER[flat.dtype.itemsize])),
+        torch.linalg.vector_norm(number.to(torch.float32)),
+        number[::step].double().clone(),
+    )
+
+
+def _checksum(bits: Tensor) -> Tensor:
+    """A sum of the bits in which every place has a weight of its own."""
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK]
+        places = torch.arange(start + 1, start + 1 + part.numel(), device=bits.device)
+        total += (part * _scrambled(places)).sum()
+    return total
+
+
+def _scrambled(places: Tensor) -> Tensor:
+    """Numbers that follow no line: else permuted rows would sum up to the same."""
+    mixed = places * 0x5851F42D4C957F2D
+    return (mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D
+
+
+class _Recorder:
+    """Fingerprints in the order of saving, each taken when its op has ended."""
+
+    def __init__(self) -> None:
+        self.taken: dict[int, Fingerprint | None] = {}
+        self._pending: list[tuple[int, Tensor]] = []
+        self._site: RawSite | None = None
+
+    def add(self, position: int, x: Tensor, site: RawSite) -> None:
+        if site != self._site:
+            self.close()
+            self._site = site
+        if x.dtype == torch.uint8 and site[0].co_filename.endswith(_RNN):
+            return
+        if x.dtype == torch.uint64 and x.dim() == 0:  # flash attention saves one it never writes
+            return
+        self._pending.append((position, past_modes(x.detach)))
+
+    def close(self) -> None:
+        if self._pending:
+            self.taken.update(past_modes(_taken, self._pending))
+        self._pending.clear()
+
+
+def _taken(pending: "list[tuple[int, Tensor]]") -> "list[tuple[int, Fingerprint | None]]":
+    return [(position, take(x)) for position, x in pending]
+
+
+class Fingerprints:
+    """The fingerprints of one region's forward, and of the replay that runs now."""
+
+    def __init__(self) -> None:
+        self._forward = _Recorder()
+        self._replay = _Recorder()
+        self._count = 0
+
+    def add(self, x: Tensor, site: RawSite) -> None:
+        self._forward.add(self._count, x, site)
+        self._count += 1
+
+    def close(self) -> None:
+        self._forward.close()
+
+    def compare(self, position: int, x: Tensor, site: RawSite) -> None:
+        self._replay.add(position, x, site)
+
+    def check(self, frame: "Frame", found: "Collected") -> list[Drift]:
+        """Raise if anything that the replay gave back has other content than it had in forward.
+
+        If all that has may be memory that nothing reads, it is returned instead: Note [What nothing
+        writes nor reads].
+        """
+        self._replay.close()
+        replayed, self._replay = self._replay.taken, _Recorder()
+        pairs = [
+            (position, before, after)
+            for position, after in replayed.items()
+            if after is not None
+            and position < len(frame.slots)  # else a backward inside is ahead of the forward
+            and frame.slots[position]() is not None
+            and (before := self._forward.taken.get(position)) is not None
+        ]
+        if not pairs:
+            return []
+        equal = [a.checksum == b.checksum for _, a, b in pairs]
+        if len({e.device for e in equal}) > 1:
+            equal = [e.cpu() for e in equal]
+        same = torch.stack(equal).tolist()
+        drifts = [_drift(*pair) for pair, equal in zip(pairs, same, strict=True) if not equal]
+        if not all(_may_be_unwritten(found, drift.position) for drift in drifts):
+            raise mismatch.drifted(frame, drifts)
+        return drifts
+
+
+def _may_be_unwritten(found: "Collected", position: int) -> bool:
+    return not found.is_old(position) and version_of(found.tensors[position]) == 0
+
+
+def is_read(slot: "Slot") -> bool:
+    """Whether the node that asks for a slot reads it: Note [What nothing writes nor reads]."""
+    node = current_node()
+    if node is None:
+        return True
+    name, flag = _UNREAD.get(node.name().rstrip("0123456789"), ("", ""))
+    return not name or saved_by(node, name) is not slot or getattr(node, f"_saved_{flag}")
+
+
+def _drift(position: int, before: Fingerprint, after: Fingerprint) -> Drift:
+    return Drift(position, after.what, how_much(before, after))
+
+
+def how_much(before: Fingerprint, after: Fingerprint) -> str:
+    """In which way two contents differ."""
+    change = (before.sample - after.sample).abs()
+    moved = int((change > 0).sum())
+    return (
+        f"norm {float(before.norm):.9g} in forward, {float(after.norm):.9g} in replay; of "
+        f"{change.numel()} elements looked at {moved} differ, by at most {float(change.max()):.3g}"
+    )

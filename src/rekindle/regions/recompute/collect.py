@@ -1,0 +1,231 @@
+"""One replay's saved-tensor hook: takes what the region saves, until all that is needed is there.
+
+It is a generator, and its `send` is the hook: autograd calls it for every activation, and resuming
+a generator is the cheapest way to run Python from there. It takes tensors as they are and hands
+back their position; what is needed of them is looked at when the replay is over.
+
+Note [When a replay may stop]. A replay stops once the last living slot's activation is there.
+Autograd saves an op's inputs *before* its kernel runs, and an op may write to an input that it
+saves (`rrelu` and its noise): stopping inside such a save would hand out a tensor that was never
+written. A tensor that an earlier op made with a gradient, or a parameter, is surely written; any
+other is loose until the op that saves it has ended. With a loose save at the call site of the last
+one, the replay goes on to the next save from another call site, or to the end.
+
+Note [A replay that runs to its end]. Where it need not stop, and nothing is to be looked at on the
+way, the hook is the list's own `append`: no Python runs at all. It hands back nothing, so a region
+that runs a backward of its own is collected with care, and so is one whose parameters' data are
+exchanged before the replay ends (as ZeRO does): that shows as a mismatch, and the replay is
+repeated.
+
+Note [When stopping pays]. To stop is to raise through autograd's C++, which takes the host 20 µs
+with torch's CPU build and over 500 µs with its CUDA build. What is saved is the op that saves last,
+and what follows it. On a device the host's time counts for more than a small op's: there a replay
+stops only if the op that saves last has a millisecond's fraction of work to do, and else runs on.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Generator, Sequence
+from types import CodeType
+from typing import TYPE_CHECKING, NoReturn
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from rekindle.errors import CheckpointError
+from rekindle.regions.errors.call_sites import RawSite, frame_at, library, record
+from rekindle.regions.recompute.containers import PACKING
+from rekindle.regions.recompute.early_stop import stop_inside
+from rekindle.regions.recompute.slots import Slot, filled
+from rekindle.torch_private.dynamo_frames import not_compiled
+from rekindle.torch_private.internals import PROXY, StandInHook, entered_mode, pop_hooks, push_hooks
+
+if TYPE_CHECKING:
+    from rekindle.regions.errors.fingerprint import Fingerprints
+    from rekindle.regions.recompute.recompute_region import Frame
+
+
+class Collected:
+    """What a replay saved: the tensors and, if asked for, where."""
+
+    __slots__ = (
+        "_frame",
+        "copied",
+        "depth",
+        "detached",
+        "ended_elsewhere",
+        "hasty",
+        "parameters",
+        "replay_code",
+        "stopped",
+        "tensors",
+        "values",
+        "where",
+    )
+
+    def __init__(
+        self, frame: "Frame", closely: bool = False, values: "Fingerprints | None" = None
+    ) -> None:
+        self._frame = ref(frame)
+        self.replay_code = type(frame)._run_again.__code__
+        """The code that runs the region again."""
+        self.depth = 3
+        """How far the region's code is from where it is looked for."""
+        self.tensors: list[Tensor] = []
+        self.where: list[RawSite] | None = [] if closely or values is not None else None
+        self.values = values
+        self.parameters: set[int] = set()
+        """Positions of parameters."""
+        self.copied: dict[int, int] = {}
+        """Positions of copies, each with the version of what was copied."""
+        self.detached = 0
+        """How many ops the collecting itself ran."""
+        self.hasty = False
+        """Note [A replay that runs to its end]."""
+        self.stopped = False
+        """Whether all that was needed was there before the region ended."""
+        self.ended_elsewhere = False
+        """Whether the last activation that was needed came from a call that the forward made too,
+        but in another place: what was saved has shifted."""
+
+    @not_compiled
+    def saved(self, position: int | Slot) -> Tensor:
+        """What was saved there: for a backward through the replay's own graph.
+
+        The region itself runs it, or a region nested in it, when this replay is over and its
+        activations are in the slots; or an op that makes a graph of its own.
+        """
+        if isinstance(position, Slot):
+            return position.value
+        if position < len(self.tensors):
+            return self.tensors[position]
+        frame = self._frame()
+        slot = None if frame is None else frame.slots[position]()
+        if slot is None:
+            raise CheckpointError(
+                "A backward went through a graph that was made in a replay, after the replay: its "
+                "activations are gone. Keep what the region makes in its forward, not in a replay "
+                "(`rekindle.is_recomputing()` tells them apart)."
+            )
+        return slot.value
+
+    def outside_traces(self, hook: Callable[[Tensor], int]) -> Callable[[Tensor], int | Slot]:
+        """The hook, for what no graph is made of by an op of the region."""
+        tracer = entered_mode(PROXY)
+        self.depth += 1
+        return lambda x: hook(x) if entered_mode(PROXY) is tracer else filled(x)
+
+    def detach(self, x: Tensor, position: int) -> Tensor:
+        """A parameter's data may be exchanged before backward wants it: hold the data, not it."""
+        if not isinstance(x, nn.Parameter):
+            return x
+        self.parameters.add(position)
+        self.detached += 1
+        return x.detach()
+
+    def copy_before_change(self, tensor: Tensor, copy_of: Callable[[Tensor], Tensor]) -> None:
+        """A region inside handed this on and is about to change it: have a copy in its place."""
+        found = [i for i, x in enumerate(self.tensors) if x is tensor and i not in self.copied]
+        if found:
+            copy, version = copy_of(tensor), tensor._version
+            for position in found:
+                self.tensors[position] = copy
+                self.copied[position] = version
+
+    def is_old(self, position: int) -> bool:
+        """Whether what was saved there is surely no stand-in for a buffer, whose version is new."""
+        x = self.tensors[position]
+        return (
+            x.requires_grad
+            or position in self.parameters
+            or (x._is_view() and isinstance(x._base, nn.Parameter))
+        )
+
+    def may_be_unwritten(self, sites: Sequence[RawSite]) -> bool:
+        """Whether the op that saves now may yet write to a save. Note [When a replay may stop]."""
+        for position in by_the_last_op(sites, len(self.tensors)):
+            if not (self.is_old(position) or sites[position][0] is PACKING):
+                return True
+        return False
+
+    def look(self, x: Tensor) -> None:
+        """Take down where the region is, and what the tensor holds."""
+        assert self.where is not None
+        self.where.append(record(self.depth))
+        if self.values is not None:
+            self.values.compare(len(self.tensors), x, self.where[-1])
+
+
+@not_compiled
+def collect(
+    found: Collected, needed: int, sites: Sequence[RawSite], early_stop: bool
+) -> Generator[int, Tensor | None, None]:
+    """Collect `needed` activations, one at least; `sites` are the forward's. Prime with `next`."""
+    keep, closely, last = found.tensors.append, found.where is not None, needed - 1
+    position = -1
+    while position < last:
+        x = yield position
+        if closely:
+            found.look(x)  # type: ignore[arg-type]
+        position += 1
+        keep(x if type(x) is Tensor else found.detach(x, position))  # type: ignore[arg-type]
+        x = None  # a generator that is closed may keep its variables
+    op = _call_site()
+    if early_stop:
+        found.ended_elsewhere = op != sites[last][:2] and any(
+            op == site[:2] and not library[op[0].co_filename] for site in sites
+        )
+        if not found.may_be_unwritten(sites):
+            _stop(found)
+    while True:
+        x = yield position
+        if early_stop and _call_site() != op:
+            _stop(found)
+        if closely:
+            found.look(x)  # type: ignore[arg-type]
+        position += 1
+        keep(found.detach(x, position))  # type: ignore[arg-type]
+        x = None
+
+
+_WORTH = 10**11
+"""The work of an op that is worth stopping for on a device, in multiplications: 0.2 ms or so."""
+_PER_ELEMENT = 1000
+"""Multiplications that take as long as moving one element through memory."""
+
+
+def by_the_last_op(sites: Sequence[RawSite], count: int) -> range:
+    """The last of the first `count` positions, and those before it from the same call site."""
+    first = last = count - 1
+    while first > 0 and sites[first - 1][:2] == sites[last][:2]:
+        first -= 1
+    return range(first, count)
+
+
+def is_worth_stopping(shapes: Sequence[torch.Size]) -> bool:
+    """Whether an op that saves such tensors has enough to do. Note [When stopping pays]."""
+    work = max((shape.numel() for shape in shapes), default=0) * _PER_ELEMENT
+    for i, a in enumerate(shapes):
+        for j, b in enumerate(shapes):
+            if i != j and len(a) >= 2 and len(b) == 2 and a[-1] == b[0]:
+                work = max(work, a.numel() * b[1])
+    return work >= _WORTH
+
+
+def _stop(found: Collected) -> NoReturn:
+    """End the replay; what its code still runs on the way out is nobody's."""
+    found.stopped = True
+    push = functools.partial(push_hooks, StandInHook(), _same)
+    swap: tuple[Callable[[], None], ...] = pop_hooks, push
+    tuple(map(operator.call, swap))  # Note [In one call]
+    raise stop_inside(found.replay_code)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _call_site() -> tuple[CodeType, int]:
+    caller = frame_at(2)
+    return caller.f_code, caller.f_lasti

@@ -1,0 +1,289 @@
+"""The modules a region runs: buffers end a step as without a replay, modes are as in forward.
+
+Note [Buffers are replayed from what they were]. A module that changes a buffer (BatchNorm's running
+statistics, a power iteration, an expert-load counter) would change it a second time in replay, and
+would replay from the changed value. So a replay runs on stand-ins: copies of the buffers as they
+were before the forward, swapped in for the replay and thrown away after. Version counters do not
+tell all that changes: kernels of the batch-norm family write behind their back, and so does code
+that goes through `.data`. So buffers are copied before the forward. Small ones on the CPU always;
+the others when a module is seen for the first time in this mode (training or not) and in the reach
+of this function, which may run it or not: its content is compared once, and from then on only if it
+did change. A buffer that changes for the first time later is replayed from its new value, with a
+warning.
+
+Note [Parameters that were lent]. `torch.func.functional_call` puts tensors in the place of a
+module's parameters for the time of a call, and the replay comes after it. A plain tensor in such a
+place is an argument of the region like any other: it is held, and put there again.
+"""
+
+import warnings
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from rekindle.regions.recompute import module_attributes
+from rekindle.torch_private.internals import capturing, dispatch_modes, past_modes, version_of
+
+_SMALL = 1 << 16
+_ENOUGH = 8
+"""A module whose buffers did not change in so many uses is taken for one that does not."""
+_LAZY = (UninitializedBuffer, UninitializedParameter)
+
+_Buffers: TypeAlias = dict[str, Tensor | None]
+_Use: TypeAlias = tuple[Any, bool]
+"""Which function ran with a module in its reach, and in which mode the module was."""
+_NOTHING_KNOWN: dict[_Use, bool] = {}
+_changes: WeakKeyDictionary[nn.Module, dict[_Use, bool]] = WeakKeyDictionary()
+"""Modules with costly buffers that ran in a region before: by use, did they ever change one?"""
+_exchanging: WeakSet[nn.Module] = WeakSet()
+"""First modules of regions whose parameters' data were exchanged before a replay ended. See Note
+[A replay that runs to its end] in collect.py."""
+
+
+class ModuleState:
+    """Modes, buffers and lent parameters of a region's modules, as its forward found them."""
+
+    __slots__ = ("_attributes", "_before", "_lent", "_modules", "_training", "_watched")
+
+    def __init__(self, modules: list[nn.Module], function: Any) -> None:
+        self._modules = modules
+        use = _use_of(function)
+        self._training = [module.training for module in modules]
+        self._attributes = module_attributes.attributes_of(modules, function)
+        """Note [Attributes that a forward assigns]."""
+        self._before: list[_Watched] = []
+        self._watched: list[_Watched] = []
+        self._lent: list[tuple[nn.Module, dict[str, Any]]] = []
+        for module in modules:
+            if module._buffers:
+                self._watched.append(_Watched(module, use))
+            parameters: dict[str, Any] = module._parameters
+            for parameter in parameters.values():
+                if type(parameter) is Tensor:  # Note [Parameters that were lent]
+                    self._lent.append((module, dict(parameters)))
+                    break
+
+    def close(self) -> None:
+        """The forward has ended: keep what a replay is to start from, drop the rest."""
+        own = [module for module in self._modules if module._buffers]
+        if own:
+            known = {watched.module for watched in self._watched}
+            self._before = [watched for watched in self._watched if watched.may_have_changed()]
+            for module in own:
+                if module not in known:  # its first buffer was made just now
+                    self._before.append(_Watched(module, None, {}))
+        self._watched = []
+        if self._attributes is not None and not self._attributes.close():
+            self._attributes = None
+
+    def note_exchange(self) -> None:
+        """The data of a parameter may have been exchanged between its use and the region's end."""
+        _exchanging.add(self._modules[0])
+
+    def exchanges_data(self) -> bool:
+        """Whether that was noted in a replay of the same modules."""
+        return self._modules[0] in _exchanging
+
+    def has_stand_ins(self) -> bool:
+        """Whether a replay runs on copies of buffers."""
+        return bool(self._before or self._watched)
+
+    def is_as_before(self) -> bool:
+        """Whether a replay finds everything as the forward did."""
+        if self._before or self._watched or self._lent or self._attributes is not None:
+            return False
+        return self._training == [module.training for module in self._modules]
+
+    def now(self) -> "_Now":
+        """Everything as it is now, to be put back after a replay."""
+        return _Now(
+            [module.training for module in self._modules],
+            [(watched.module, dict(watched.module._buffers)) for watched in self._changing()],
+            [(module, dict(module._parameters)) for module, _ in self._lent],
+            [] if self._attributes is None else self._attributes.now(),
+        )
+
+    def enter(self) -> None:
+        """Have everything as the forward found it."""
+        copies: dict[int, Tensor] = {}  # modules may share a buffer
+        _set_modes(self._modes_and(self._training))
+        for watched in self._changing():
+            _replace(watched.module._buffers, watched.stand_ins(copies))
+        for module, lent in self._lent:
+            _replace(module._parameters, lent)
+        if self._attributes is not None:
+            self._attributes.enter()
+
+    def put_back(self, now: "_Now") -> None:
+        """Have everything as it was before `enter`, however far that has come."""
+        _set_modes(self._modes_and(now.modes))
+        for module, buffers in now.buffers:
+            _replace(module._buffers, buffers)
+        for module, parameters in now.parameters:
+            _replace(module._parameters, parameters)
+        module_attributes.put_back(now.attributes)
+
+    def _changing(self) -> "list[_Watched]":
+        return self._before or self._watched  # the latter for a replay while the forward runs
+
+    def _modes_and(self, modes: list[bool]) -> Iterable[tuple[nn.Module, bool]]:
+        return zip(self._modules, modes, strict=True)
+
+
+class _Now(NamedTuple):
+    """What a replay changes of modules, as it was before."""
+
+    modes: list[bool]
+    buffers: list[tuple[nn.Module, dict[str, Any]]]
+    parameters: list[tuple[nn.Module, dict[str, Any]]]
+    attributes: list[module_attributes.Attribute]
+
+
+def _use_of(function: Any) -> Any:
+    """What tells uses of a module apart: the function in whose reach it is, and what that holds."""
+    if isinstance(function, partial):
+        return _use_of(function.func), tuple(map(_use_of, function.args))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return id(function) if callable(function) else type(function)
+    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    owner = getattr(function, "__self__", None)
+    return code, id(owner), tuple(map(_held_use, held))
+
+
+def _held_use(held: Any) -> Any:
+    if isinstance(held, Tensor):
+        return Tensor
+    if isinstance(held, tuple):
+        return tuple(map(_held_use, held))
+    return id(held)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        if module.training is not training:
+            module.training = training
+
+
+def _replace(old: dict[str, Any], new: dict[str, Any]) -> None:
+    old.clear()
+    old.update(new)
+
+
+class _Watched:
+    """The buffers of one module before a forward, and copies of those that may change.
+
+    Note [Buffers are replayed from what they were].
+    """
+
+    __slots__ = ("_buffers", "_copies", "_costly", "_known", "_use", "_versions", "module")
+
+    def __init__(self, module: nn.Module, use: Any, buffers: _Buffers | None = None) -> None:
+        self.module = module
+        self._use = use, module.training
+        self._buffers = dict(module._buffers) if buffers is None else buffers
+        self._costly = [_is_costly(buffer) for buffer in self._buffers.values()]
+        self._known: bool | None = None
+        if any(self._costly):
+            uses = _changes.get(module, _NOTHING_KNOWN)
+            self._known = uses.get(self._use)
+            if self._known is None and len(uses) >= _ENOUGH and not any(uses.values()):
+                self._known = False
+        self._versions = [_version(buffer) for buffer in self._buffers.values()]
+        self._copies: dict[str, Tensor] = {}
+        if self._known is not False or not all(self._costly):
+            for (name, buffer), costly in zip(self._buffers.items(), self._costly, strict=True):
+                if buffer is None or type(buffer) in _LAZY or (costly and self._known is False):
+                    continue
+                self._copies[name] = copy_of(buffer)
+
+    def may_have_changed(self) -> bool:
+        """Whether the forward may have changed a buffer; called once, when it has ended."""
+        changed = self._looks_changed()
+        if any(self._costly):
+            changed = changed or (self._known is None and self._has_other_content())
+            if changed and self._known is False:
+                warnings.warn(
+                    f"A buffer of {type(self.module).__name__} changed in a region for the first "
+                    "time in a while: this once, the region is replayed from its new value.",
+                    stacklevel=2,
+                )
+            if changed is not self._known and not self._known and not self._is_fake():
+                _changes.setdefault(self.module, {})[self._use] = changed
+        return changed or bool(self._known) or not all(self._costly)
+
+    def _looks_changed(self) -> bool:
+        now = self.module._buffers
+        if len(now) != len(self._buffers):
+            return True
+        for name, buffer in self._buffers.items():
+            if now.get(name) is not buffer:
+                return True
+        return self._versions != [_version(buffer) for buffer in self._buffers.values()]
+
+    def _has_other_content(self) -> bool:
+        """Compare with the copies; this waits for the device, once in a module's life."""
+        if capturing():
+            return True
+        if self._is_fake():  # then there is no content, and nothing to be learnt
+            return False
+        return not past_modes(self._equals_copies)
+
+    def _equals_copies(self) -> bool:
+        return all(
+            torch.equal(copy.detach(), buffer.detach())
+            for name, copy in self._copies.items()
+            if (buffer := self._buffers[name]) is not None
+        )
+
+    def _is_fake(self) -> bool:
+        return any(isinstance(buffer, FakeTensor) for buffer in self._buffers.values())
+
+    def stand_ins(self, copies: dict[int, Tensor]) -> _Buffers:
+        """Buffers to replay with: as they were, or as they are now where there is no copy."""
+        return {
+            name: self._stand_in(name, buffer, copies) for name, buffer in self._buffers.items()
+        }
+
+    def _stand_in(
+        self, name: str, buffer: Tensor | None, copies: dict[int, Tensor]
+    ) -> Tensor | None:
+        if buffer is None:
+            return None
+        if id(buffer) not in copies:
+            copies[id(buffer)] = copy_of(self._copies.get(name, buffer))
+        return copies[id(buffer)]
+
+
+def _version(buffer: Tensor | None) -> int:
+    return -1 if buffer is None or type(buffer) in _LAZY else version_of(buffer)
+
+
+def _is_costly(buffer: Tensor | None) -> bool:
+    """Whether copying it at every call would be felt."""
+    return (
+        buffer is not None
+        and type(buffer) not in _LAZY
+        and (buffer.nbytes > _SMALL or not buffer.is_cpu)
+    )
+
+
+def copy_of(buffer: Tensor) -> Tensor:
+    """A copy with no graph behind it, that wants a gradient if the original does."""
+    if not (buffer.requires_grad or dispatch_modes()):
+        return buffer.clone()
+    return past_modes(lambda: buffer.detach().clone().requires_grad_(buffer.requires_grad))

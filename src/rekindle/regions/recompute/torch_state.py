@@ -1,0 +1,109 @@
+"""State of torch that a replay changes, read before it is changed and put back after.
+
+Note [Put back as often as asked]. Ctrl-C may strike anywhere, also while state is being put back.
+So state is read first, whole; it is changed by setting it, never by entering contexts of which only
+their own end would know the way back; and it is put back by setting it, which does no harm when it
+is done twice. Whoever changes it does so as follows, and then one interrupt can leave nothing
+behind:
+
+    before = Surroundings()
+    try:
+        ...  # change it, and run what needs it changed
+        before.put_back()
+    except BaseException:
+        before.put_back()
+        raise
+
+Contexts whose `__enter__` and `__exit__` are functions of C are as good, in a `with` statement.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils import _device
+
+from rekindle.regions.recompute import ambient
+from rekindle.regions.switches import recomputing
+from rekindle.torch_private.internals import (
+    LeftTransforms,
+    autocast_level,
+    cuda_in_use,
+    dispatch_state,
+    entered_function_modes,
+    func_transform,
+    grad_enabled,
+    old_vmap_level,
+    pop_hooks_to,
+    set_autocast_level,
+    set_dispatch_state,
+    set_function_modes,
+    set_grad_enabled,
+    set_old_vmap_level,
+    set_torch_function_state,
+    top_hooks,
+    torch_function_state,
+)
+
+
+class Surroundings:
+    """What is around a replay now. Note [Put back as often as asked]."""
+
+    def __init__(self) -> None:
+        self._hooks = top_hooks(False)
+        self._recomputing = recomputing.get()
+        self._grad = grad_enabled()
+        self._dispatch = dispatch_state()
+        self._function_modes = entered_function_modes()
+        self._function_state = torch_function_state()
+        self._device = _device.CURRENT_DEVICE
+        self._vmap_level = old_vmap_level()
+        self._transforms = None if func_transform() is None else LeftTransforms()
+        self._autocast_level = autocast_level()
+        self._casts = ambient.casts()
+        self._ambient = ambient.take()
+
+    def leave_transforms(self) -> None:
+        """Leave `torch.func` and vmap: a batched backward runs there, its forward did not."""
+        if self._transforms is not None:
+            self._transforms.leave()
+        if self._vmap_level:
+            set_old_vmap_level(0)
+
+    def put_back(self) -> None:
+        """Have everything as it was."""
+        pop_hooks_to(self._hooks)
+        recomputing.set(self._recomputing)
+        set_grad_enabled(self._grad)
+        set_dispatch_state(self._dispatch)
+        set_function_modes(self._function_modes)
+        set_torch_function_state(self._function_state)
+        _device.CURRENT_DEVICE = self._device
+        if old_vmap_level() != self._vmap_level:
+            set_old_vmap_level(self._vmap_level)
+        if self._transforms is not None:
+            self._transforms.enter_again()
+        if autocast_level() != self._autocast_level:
+            set_autocast_level(self._autocast_level)
+        ambient.set_casts(self._casts)
+        self._put_back_ambient()
+
+    def _put_back_ambient(self) -> None:
+        dtype, *attention, _, names, priority, _, _ = self._ambient
+        ambient.names.set(names)
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
+        ambient.allow_attention(attention, ambient.take()[1:5])
+        if priority is not None and cuda_in_use():
+            ambient.set_priority(list(priority))
+
+
+@contextmanager
+def entered(then: ambient.Ambient) -> Iterator[None]:
+    """Run as in `then`, and put back what is now, whatever happens."""
+    before = Surroundings()
+    try:
+        ambient.enter(then)
+        yield
+    finally:
+        before.put_back()

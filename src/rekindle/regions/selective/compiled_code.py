@@ -1,0 +1,186 @@
+"""Code that inductor made, called in a region under a policy.
+
+Note [Compiled code in a recorded region]. Inductor's kernels pass the dispatcher by, and reuse each
+other's memory: an op that is seen between two of them cannot be run again from what it was given.
+So nothing inside such code is recorded, and no policy is asked about it. What the code saves for
+backward, and whatever the region makes from its results, comes back as in a region without a
+policy: the region's own code is run again. What the policy keeps of other ops is kept all the same,
+and what does not depend on compiled code is made again op by op. Backends that run a graph op by op
+(`aot_eager`) are recorded like any code.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from rekindle.regions.errors.call_sites import RawSite, frame_at, library, with_user_code
+from rekindle.regions.recompute.recompute_region import Frame
+from rekindle.regions.recompute.slots import Slot
+from rekindle.regions.region_options import Options
+from rekindle.torch_private.internals import (
+    PROXY,
+    entered_mode,
+    grad_fn_of,
+    nodes_so_far,
+    shape_of,
+    storage_key,
+)
+
+_WRITER = "torch._inductor.runtime.compile_tasks"
+"""The module that loads what inductor writes, whose names begin with its own. No public form; tried
+on torch 2.11 and 2.13."""
+_DEEP = 16
+"""How far up to look: dispatch modes, and torch's Python, may be between an op and who runs it."""
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+"""The code that runs an `autograd.Function`, in which its class is at hand: Python in 2.11 and
+2.13 of torch. Where there is none, a region holds what compiled code saves for backward."""
+
+
+def called_by_generated_code() -> bool:
+    """Whether the op that the calling dispatch mode sees is run by code that inductor wrote."""
+    if _WRITER not in sys.modules:
+        return False
+    frame: FrameType | None = frame_at(2)
+    for _ in range(_DEEP):
+        if frame is None:
+            return False
+        code = frame.f_code
+        if not library[code.co_filename] and code.co_name != "__torch_dispatch__":
+            return str(frame.f_globals.get("__name__")).startswith(_WRITER)
+        frame = frame.f_back
+    return False
+
+
+_runs_compiled_code: dict[int, tuple[ref[Any], bool]] = {}
+"""Whether regions of a function, or of modules of a class, ran compiled code: by its id."""
+
+
+def may_run_compiled_code(function: Callable[..., Any]) -> bool:
+    """Whether compiled code may run in a region: not known to run none, or nothing is compiled.
+
+    A region that first runs some after it ran none holds what that saves, this once.
+    """
+    if "torch._dynamo" not in sys.modules:  # `torch.compile` imports it
+        return False
+    key = _key(function)
+    known = _runs_compiled_code.get(id(key))
+    return known is None or known[0]() is not key or known[1]
+
+
+def note_compiled_code(function: Callable[..., Any], found: bool) -> None:
+    """Compiled code ran in a region, or none did."""
+    key = _key(function)
+    known = _runs_compiled_code.get(id(key))
+    if found or known is None or known[0]() is not key:
+        forget = functools.partial(_forget, id(key))
+        _runs_compiled_code[id(key)] = ref(key, forget), found
+
+
+def _forget(key: int, _: Any) -> None:
+    _runs_compiled_code.pop(key, None)
+
+
+def _key(function: Callable[..., Any]) -> Any:
+    """What tells functions apart for this: their code, or the class of what is called."""
+    return getattr(function, "__code__", None) or type(function)
+
+
+def _is_compiled(function: Any) -> bool:
+    """Whether an `autograd.Function` runs a compiled graph. No public form."""
+    return hasattr(function, "compiled_fw")
+
+
+_DEAD: "ref[Slot]" = ref(Slot())
+
+
+class GraphFrame(Frame):
+    """A call of a recorded region, to be replayed for what compiled code in it made.
+
+    Note [Compiled code in a recorded region]. It exists while the region's forward runs; then it
+    lives as long as one of its slots, or goes at once if there is none.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Options,
+    ) -> None:
+        early_stop, rng = options.early_stop, options.preserve_rng_state
+        super().__init__(
+            *(function, args, kwargs),
+            Options(early_stop=early_stop, preserve_rng_state=rng, plain=True),
+            holds_at_end=True,
+        )
+        self._first_node = nodes_so_far()
+        self.is_used = False
+        self.running = True
+
+    def made(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a result of compiled code in this region, for autograd to follow."""
+        node = grad_fn_of(tensor)
+        if node is None or not _is_compiled(getattr(node, "_forward_cls", None)):
+            return False
+        number: int = node._sequence_nr()
+        return number >= self._first_node
+
+    def slot_for(self, x: Tensor, site: RawSite) -> Slot:
+        """A slot for a tensor that autograd saves, which a replay fills."""
+        self.is_used = True
+        slot = Slot()
+        slot.frame = self
+        slot.meta = shape_of(x), x.dtype, x.device
+        slot.version = x._version
+        self.slots.append(ref(slot))
+        self.sites.append(site)
+        return slot
+
+    def pass_by(self, site: RawSite) -> None:
+        """Autograd saves a tensor that needs no replay."""
+        self.slots.append(_DEAD)
+        self.sites.append(site)
+
+    def note_trace(self, site: RawSite) -> None:
+        """Autograd saves a tensor for an op that makes a graph of its own."""
+        if entered_mode(PROXY) is not self.tracer:
+            self.traces = True
+        else:
+            self.pass_by(site)
+
+    def end(self, hooks: Any) -> None:
+        """The forward is over: hold the arguments, by the hooks around it, if there are any."""
+        self.hooked = hooks is not None
+        if hooks is not None and self.inputs.changed() is None:
+            self.inputs.hand_to(hooks)
+        self.end_forward()
+
+
+def site_of(frame: FrameType) -> RawSite:
+    """Where a tensor is saved; `frame` is what called the hook."""
+    code = frame.f_code
+    return with_user_code(frame) if library[code.co_filename] else (code, frame.f_lasti)
+
+
+def saved_by_compiled_code(x: Tensor, frame: FrameType) -> bool:
+    """Whether compiled code saves a tensor that it made itself; `frame` is what called the hook."""
+    if frame.f_code is not _APPLY:
+        return False
+    called = frame.f_locals
+    if not _is_compiled(called["cls"]):
+        return False
+    given = {_memory_of(arg) for arg in called["args"] if isinstance(arg, Tensor)}
+    return _memory_of(x) not in given
+
+
+def _memory_of(tensor: Tensor) -> int:
+    try:
+        return storage_key(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # sparse, or a subclass without a storage
+        return id(tensor)

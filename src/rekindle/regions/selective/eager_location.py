@@ -1,0 +1,206 @@
+"""Where an op runs: in which module, inside which function, under which names.
+
+All of it is looked up only when a policy asks. The modules that are being called now are on
+Python's stack, and so is the `forward` of an `autograd.Function`: nothing has to be hooked.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import pairwise
+from types import CodeType, FrameType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from rekindle.compiled import where as traced
+from rekindle.compiled.handover import TorchSelectiveContext
+from rekindle.regions.recompute.ambient import names
+
+CALL = nn.Module._call_impl.__code__
+
+
+class SelectiveCheckpointContext(TorchSelectiveContext):
+    """What a policy function is told. As torch's, and more: where the op ran.
+
+    >>> import torch, rekindle
+    >>> def policy(ctx, op, *args, **kwargs):
+    ...     return ctx.module_path.startswith("mlp") and ctx.index == 0
+    """
+
+    def __init__(
+        self,
+        *,
+        is_recompute: bool,
+        op_output: Any = None,
+        op: Any = None,
+        index: int = 0,
+        number: int = -1,
+        region: Any = None,
+        state: dict[Any, Any] | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.is_recompute = is_recompute
+        self.op_output = op_output
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs or {}
+        self.index = index
+        """How often this op ran before in this call of the region."""
+        self.number = number
+        """How many ops ran before in this call of the region, of those that can be run again."""
+        self.region = region
+        """The region's own: nothing for a policy to use."""
+        self.state: dict[Any, Any] = {} if state is None else state
+        """For the policy to write to; a new one for each call of a region."""
+        self.is_compiled = False
+        """Whether torch's compiler asks, which may make again what a policy prefers to keep."""
+
+    @functools.cached_property
+    def module_path(self) -> str:
+        """The path of the module that runs, from the outermost that does, as in `layers.3.mlp`."""
+        return traced.module_path() if traced.runs_a_node() else module_path()
+
+    @functools.cached_property
+    def path_in_region(self) -> str | None:
+        """The path of the module that runs from the region's own module; None if it has none."""
+        if self.region is None:
+            return None
+        return traced.path_under(self.region) if traced.runs_a_node() else path_in(self.region)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the functions that run, given by `rekindle.name`, the innermost last."""
+        return traced.names() if traced.runs_a_node() else names.get()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of what the op made."""
+        made = _tensors(self.op_output)
+        return sum(tensor.numel() * tensor.element_size() for tensor in made)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd follows the op; what backward does not need is not held in any case."""
+        given = _tensors([*self.args, *self.kwargs.values()])
+        return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, tuple | list):
+        return [tensor for item in tree for tensor in _tensors(item)]
+    return []
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+_paths: "WeakKeyDictionary[nn.Module, dict[int, str]]" = WeakKeyDictionary()
+"""The paths of a module's descendants, by their ids."""
+
+
+def _path_in(parent: nn.Module, child: nn.Module) -> str:
+    path = _paths.get(parent, {}).get(id(child))
+    if path is not None:
+        with suppress(AttributeError):
+            if parent.get_submodule(path) is child:
+                return path
+    paths = _paths[parent] = {id(module): path for path, module in parent.named_modules()}
+    return paths.get(id(child), type(child).__name__)
+
+
+def module_path() -> str:
+    """The path of the module that is being called now, from the outermost that is.
+
+    A replay calls a region from elsewhere than the forward did. So in forward the path down to each
+    region around is left with it, and in replay the path goes on from there.
+    """
+    modules: list[nn.Module] = []
+    above = ""
+    regions: list[tuple[Any, int]] = []
+    for frame in _stack():
+        code = frame.f_code
+        if code is CALL:
+            modules.append(frame.f_locals["self"])
+        elif code in replays:
+            above, parent = frame.f_locals["self"].path or ("", None)
+            if parent is not None:
+                modules.append(parent())
+            break
+        elif code in forwards:
+            regions.append((frame.f_locals.get("region"), len(modules)))
+    for region, depth in regions:
+        if region is not None and depth < len(modules):
+            region.path = _joined(above, modules[depth:]), ref(modules[depth])
+    return _joined(above, modules)
+
+
+def path_in(region: Any) -> str | None:
+    """The path of the module that is being called, from the module whose forward a region runs."""
+    root = getattr(region.function, "__self__", None)
+    if not isinstance(root, nn.Module):
+        return None
+    modules: list[nn.Module] = []
+    for frame in _stack():
+        if frame.f_code is CALL:
+            modules.append(frame.f_locals["self"])
+        elif frame.f_code in forwards and frame.f_locals.get("region") is region:
+            return _joined("", [*modules, root])
+    return None
+
+
+def _joined(above: str, modules: list[nn.Module]) -> str:
+    """The path through modules, the innermost first, of which the outermost is at `above`."""
+    parts = [_path_in(parent, child) for child, parent in pairwise(modules)]
+    return ".".join(part for part in (above, *reversed(parts)) if part)
+
+
+forwards: set[CodeType] = set()
+"""Functions that run a region's forward, with the region as a local of that name."""
+replays: set[CodeType] = set()
+"""Methods of a region that replay it."""
+
+
+def runs_one_of(functions: dict[CodeType, set[Any]]) -> bool:
+    """Whether the forward of one of some `autograd.Function`s is running; by the code of each.
+
+    Several may share their code: then its first argument, the context, tells whose it is.
+    """
+    if traced.runs_a_node():
+        return traced.runs_one_of(functions)
+    for frame in _stack():
+        classes = functions.get(frame.f_code)
+        if classes is not None:
+            names = frame.f_code.co_varnames
+            context = frame.f_locals.get(names[0]) if names else None
+            owner = getattr(type(context), "_forward_cls", None)
+            if owner is None or any(issubclass(owner, cls) for cls in classes):
+                return True
+    return False
+
+
+def inside(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function, with a name that policies see while it runs."""
+
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return traced.named_call(function, name, args, kwargs)
+        before = names.get()
+        try:
+            names.set((*before, name))
+            return function(*args, **kwargs)
+        finally:
+            names.set(before)
+
+    return named

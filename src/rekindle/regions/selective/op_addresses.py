@@ -1,0 +1,142 @@
+"""Addresses of ops in a block: which module runs it, which op it is, and how many ran before it.
+
+Note [Numbers that no cast can shift]. A plan is made from a block that is run alone and carried out
+in a step, and the two do not run quite the same ops: under autocast a weight is cast where it is
+used first, so its cast is inside the block, or before it, or cached. A count of all ops would shift
+with every such cast. So an address counts one op among those of its name, and leaves out views and
+results that depend on parameters alone, such as their casts; a plan never keeps those. The module
+tells whether the op at that place is the one that was meant. It is looked up on Python's stack, for
+results that are to be kept only: for every op that would be slow.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from rekindle.regions.selective.decisions import Fate
+from rekindle.regions.selective.eager_location import CALL, forwards
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+
+@dataclass(frozen=True, order=True)
+class OpAddress:
+    """Where in a block an op is."""
+
+    module: str
+    """The path of the innermost module that runs it, from the block; empty for the block itself."""
+    op: str
+    """The op's name with its overload, such as `aten::addmm`."""
+    index: int
+    """How many ops of this name ran before it in the block."""
+    count: int
+    """How many ops of this name run in one forward of the block."""
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.op} {self.index + 1} of {self.count}{where}"
+
+
+Fates: TypeAlias = Mapping[str, Mapping[int, tuple[str, Fate]]]
+"""Module and fate of results that are not recomputed: by the op's name, then by its index."""
+
+
+class Whereabouts:
+    """Finds which module of a block is running; one for each block, made anew if modules change."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._paths = {id(module): path for path, module in block.named_modules()}
+
+    def path(self) -> str:
+        """The path of the innermost module of the block that is being called now."""
+        paths = self._paths
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if code is CALL:
+                path: str | None = paths.get(id(frame.f_locals["self"]))
+                if path is not None:
+                    return path
+            elif code in forwards:
+                return ""
+            frame = frame.f_back
+        return ""
+
+
+_known: "WeakKeyDictionary[nn.Module, Whereabouts]" = WeakKeyDictionary()
+
+
+def whereabouts_in(block: nn.Module) -> Whereabouts:
+    """What finds the modules of a block."""
+    found = _known.get(block)
+    if found is None:
+        found = _known[block] = Whereabouts(block)
+    return found
+
+
+def forget(block: nn.Module) -> None:
+    """Have a block's modules looked up anew: some may have been exchanged."""
+    _known.pop(block, None)
+
+
+def block_of(function: Any) -> nn.Module | None:
+    """The module whose forward a region runs, however it is wrapped; None if there is none."""
+    while function is not None:
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, nn.Module):
+            return owner
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter; a plain tensor is told at once."""
+    kind = type(tensor)
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
+
+
+def depends_on_parameters_alone(args: Iterable[Any], is_fixed: Callable[[Tensor], bool]) -> bool:
+    """Whether all tensors among an op's arguments are fixed by parameters, and there is one."""
+    found = False
+    for arg in args:
+        if isinstance(arg, Tensor):
+            if not is_fixed(arg):
+                return False
+            found = True
+        elif type(arg) is list or type(arg) is tuple:
+            tensors = [item for item in arg if isinstance(item, Tensor)]
+            if not all(map(is_fixed, tensors)):
+                return False
+            found = found or bool(tensors)
+    return found
+
+
+class AddressBook:
+    """The ops of one call of a block, as far as a plan has fates for ops of their names."""
+
+    def __init__(self, fates: Fates, block: nn.Module) -> None:
+        self._fates = fates
+        self._whereabouts = whereabouts_in(block)
+        self.counts: dict[str, int] = dict.fromkeys(fates, 0)
+        """How many ops of each name ran."""
+        self.strays: dict[str, str] = {}
+        """By the name of an op that was to be kept: where it ran, if that is not as planned."""
+
+    def fate_of_next(self, op: str) -> Fate:
+        """The fate of the result of an op of a planned name, which has just run."""
+        index = self.counts[op]
+        self.counts[op] = index + 1
+        planned = self._fates[op].get(index)
+        if planned is None or op in self.strays:
+            return Fate.RECOMPUTE
+        module, fate = planned
+        found = self._whereabouts.path()
+        if found != module:
+            self.strays[op] = found
+            return Fate.RECOMPUTE
+        return fate

@@ -1,0 +1,213 @@
+"""The two modes that stand for a policy, as `create_selective_checkpoint_contexts` returns them.
+
+`rekindle.checkpoint` knows these modes and records the region instead of entering them. They also
+work by themselves, for whoever enters them around a forward and its replay: torch's own engine, or
+a subclass, which other people's code makes of them. Then a result that is kept is put aside in
+forward, and in the replay the op does not run and gives that result again.
+"""
+
+from collections import defaultdict
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rekindle.compiled import tags, where
+from rekindle.compiled.handover import SAC_IGNORED_OPS, TORCHS_MODES, torch_selective_contexts
+from rekindle.errors import CheckpointError
+from rekindle.regions.selective.decisions import AS_PLANNED, FOR_TORCH, Fate, fate_of
+from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
+from rekindle.torch_private.internals import detached, is_traced, version_of, without_grad
+
+
+def contexts_of(
+    policy: Any, allow_cache_entry_mutation: bool = False
+) -> tuple["CachingMode", "CachedMode"]:
+    """The two modes of one call of a region; torch's own where its compiler is to see them."""
+    if is_traced():
+        return contexts_for_torch(policy)  # type: ignore[no-any-return]
+    storage: dict[Any, dict[int, Any]] = defaultdict(dict)
+    return CachingMode(policy, storage), CachedMode(policy, storage, allow_cache_entry_mutation)
+
+
+def policy_in(contexts: tuple[Any, Any]) -> Any:
+    """The policy of a pair of contexts that stands for one, ours or torch's; else None."""
+    if tuple(map(type, contexts)) in (_OURS, TORCHS_MODES):
+        return contexts[0].policy_fn
+    return None
+
+
+def contexts_for_torch(policy: Any) -> Any:
+    """Torch's own contexts for a policy of ours."""
+    return torch_selective_contexts(_InTorchsWords(policy))  # type: ignore[no-untyped-call]
+
+
+class _InTorchsWords:
+    """A policy as torch's engines ask for it: state of each region's forward and replay apart."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        self._states: dict[bool, Counter] = {False: Counter(), True: Counter()}
+        self._last = Fate.OFFLOAD
+        """What was said of the last result that is to go."""
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        tags.offload_what_was_marked(self._last)
+        counter = self._states[bool(ctx.is_recompute)]
+        out = getattr(ctx, "op_output", None)
+        told = counter.context(op, out, args, kwargs, ctx.is_recompute)
+        told.region, told.is_compiled = self._policy, True
+        name = where.tensor_name(op)
+        if name is not None and not ctx.is_recompute:
+            self._name(args[0], name, told)
+        fate = self._policy.fate(told) or Fate.RECOMPUTE
+        if fate not in _AWAY:
+            return FOR_TORCH[fate]
+        if out is None:  # on torch 2.11, which asks before the op runs
+            self._last = fate
+            return FOR_TORCH[Fate.OFFLOAD]
+        tags.offload([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], fate)
+        return FOR_TORCH[Fate.KEEP]
+
+    def _name(self, tensor: Tensor, name: str, told: SelectiveCheckpointContext) -> None:
+        """Give a tensor that is there already the fate of its name."""
+        fate = self._policy.fate_of_name(name, told)
+        if fate is not None and fate is not Fate.RECOMPUTE:
+            tags.keep(tensor)
+        if fate in _AWAY:
+            tags.offload([tensor], fate)
+
+
+_AWAY = (Fate.OFFLOAD, Fate.OFFLOAD_FREELY, Fate.SPILL, *AS_PLANNED.values())
+"""Fates that take results elsewhere."""
+
+
+class Counter:
+    """The state of one call of a region, as far as policies are told of it."""
+
+    def __init__(self, region: Any = None) -> None:
+        self._region = None if region is None else ref(region)
+        self._state: dict[Any, Any] = {}
+        self._seen: defaultdict[int, int] = defaultdict(int)
+        self.number = -1
+        """Of the op that runs, among those that can be run again."""
+
+    def context(
+        self, op: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool
+    ) -> SelectiveCheckpointContext:
+        number = id(op)
+        index = self._seen[number]
+        self._seen[number] = index + 1
+        return SelectiveCheckpointContext(
+            is_recompute=is_recompute,
+            op_output=out,
+            op=op,
+            index=index,
+            number=self.number,
+            region=None if self._region is None else self._region(),
+            state=self._state,
+            args=args,
+            kwargs=kwargs,
+        )
+
+
+class _SelectiveMode(TorchDispatchMode):
+    """Either of the two modes."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, policy_fn: Any, storage: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.policy_fn = policy_fn
+        self.storage = storage
+        self._counter = Counter()
+        self._seen: defaultdict[Any, int] = defaultdict(int)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        self._counter = Counter()
+        self._seen.clear()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def _number(self, func: Any) -> int:
+        number = self._seen[func]
+        self._seen[func] += 1
+        return number
+
+
+class CachingMode(_SelectiveMode):
+    """Entered around a forward: puts aside what the policy keeps."""
+
+    def __init__(self, policy_fn: Any, storage: Any, ac_graph_id: Any = None) -> None:
+        super().__init__(policy_fn, storage)
+        self.ac_graph_id = ac_graph_id
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func in SAC_IGNORED_OPS:
+            return out
+        number = self._number(func)
+        told = self._counter.context(func, out, args, kwargs, is_recompute=False)
+        answer = self.policy_fn(told, func, *args, **kwargs)
+        if fate_of(answer) is not Fate.RECOMPUTE and any(map(_is_tensor, tree_leaves(out))):
+            self.storage[func][number] = tree_map(_put_aside, out)
+        return out
+
+
+class CachedMode(_SelectiveMode):
+    """Entered around the replay: gives back what was put aside."""
+
+    def __init__(
+        self, policy_fn: Any, storage: Any, allow_cache_entry_mutation: bool = False
+    ) -> None:
+        super().__init__(policy_fn, storage)
+        self.allow_cache_entry_mutation = allow_cache_entry_mutation
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **(kwargs or {}))
+        kept = self.storage[func]
+        number = self._number(func)
+        if number not in kept:
+            return func(*args, **(kwargs or {}))
+        return tree_map(self._taken_out, kept[number])
+
+    def _taken_out(self, kept: Any) -> Any:
+        if not isinstance(kept, _Aside):
+            return kept
+        if not self.allow_cache_entry_mutation and version_of(kept.tensor) != kept.version:
+            raise CheckpointError(
+                f"A result that a selective policy kept, {kept.tensor.dtype} "
+                f"{list(kept.tensor.shape)}, was changed in place since. Change a clone of it, or "
+                "pass allow_cache_entry_mutation=True if the replay may see the change."
+            )
+        return without_grad(kept.tensor.detach)
+
+
+_OURS = (CachingMode, CachedMode)
+
+
+class _Aside:
+    """A kept tensor and the version it had."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = detached(tensor)
+        self.version = version_of(tensor)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def _put_aside(leaf: Any) -> Any:
+    return _Aside(leaf) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,370 @@
+"""The kinds of policies, each a value: comparable, hashable, printed as the code that makes it.
+
+`rekindle.policies` is the vocabulary that makes them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from types import CodeType
+from typing import Any
+from weakref import ref
+
+import torch
+
+from rekindle.compiled.handover import CheckpointPolicy
+from rekindle.errors import RekindleError
+from rekindle.regions.selective.decisions import FOR_TORCH, Fate, fate_of
+from rekindle.regions.selective.eager_location import SelectiveCheckpointContext, runs_one_of
+from rekindle.regions.selective.op_addresses import AddressBook, Fates
+from rekindle.regions.selective.op_names import (
+    Op,
+    cheap,
+    code_of,
+    is_op,
+    matches,
+    name_of,
+    op_of,
+    show,
+)
+from rekindle.regions.selective.op_sets import ATTENTION, MATMULS, REDUCTIONS, ROUTING
+from rekindle.regions.selective.policy_contexts import contexts_of
+from rekindle.torch_private.dynamo_frames import break_graph, called_outside_graphs
+
+_WHY = "a policy is made in compiled code: make the policy before, once"
+made_before = called_outside_graphs(_WHY)
+"""Marks the functions that make policies."""
+
+
+class Policy:
+    """Gives the results of ops their fates. Join policies with `|`: the first to speak decides."""
+
+    for_compiler: Callable[[], Any]
+    """The policy as a function that `torch.compile` takes for a `context_fn`."""
+
+    def __post_init__(self) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            break_graph(_WHY)
+        # Weakly: a policy that is made for one call should go without the garbage collector.
+        contexts = _as_function(ref(self), type(self), self._values())
+        object.__setattr__(self, "for_compiler", contexts)
+
+    def _values(self) -> tuple[Any, ...]:
+        """The arguments that make an equal policy."""
+        return tuple(getattr(self, f.name) for f in fields(self) if f.init)  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Policy":
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(self), self._values()
+
+    by_number: Mapping[int, Fate] | None = None
+    """If the number of an op in its region alone decides: the fates that are not `recompute`."""
+    by_address: Fates | None = None
+    """If the address of an op in its block alone decides: the fates that are not `recompute`."""
+
+    def matches(self, ran: AddressBook, block: str) -> bool:  # noqa: ARG002
+        """Whether a block ran what a policy by addresses was made for: asked after each call."""
+        return True
+
+    @property
+    def by_op_alone(self) -> bool:
+        """Whether the op alone decides, so that an answer can be remembered."""
+        return False
+
+    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+        """The fate of what an op made; None for no opinion."""
+        raise NotImplementedError
+
+    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:  # noqa: ARG002
+        """The fate of a tensor that was given a name; None for no opinion."""
+        return None
+
+    def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:  # noqa: ARG002
+        """Whether what an op is given is kept rather than what that was made from."""
+        return False
+
+    @made_before
+    def __or__(self, other: "Policy | Callable[..., Any]") -> "Policy":
+        parts = [part for policy in (self, of(other)) for part in _parts(policy)]
+        return FirstToSpeak(tuple(parts))
+
+    @made_before
+    def __ror__(self, other: Callable[..., Any]) -> "Policy":
+        return of(other) | self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As a `context_fn` with nothing given; as a policy function with a context and an op."""
+        if not args and not kwargs:
+            return contexts_of(self)
+        if len(args) < 2:
+            raise TypeError("A policy is called with a context, an op and the op's arguments")
+        ctx, op, *rest = args
+        if not isinstance(ctx, SelectiveCheckpointContext):
+            ctx = SelectiveCheckpointContext(
+                is_recompute=ctx.is_recompute,
+                op_output=getattr(ctx, "op_output", None),
+                op=op,
+                args=tuple(rest),
+                kwargs=kwargs,
+            )
+        return FOR_TORCH[self.fate(ctx) or Fate.RECOMPUTE]
+
+
+def _as_function(
+    weak: "ref[Policy]", kind: type[Policy], values: tuple[Any, ...]
+) -> Callable[[], Any]:
+    """A policy as a function that gives contexts, also when the policy itself is gone.
+
+    Equal policies share a graph, and the graph may outlive the policy that it was traced with.
+    """
+
+    def contexts() -> Any:
+        policy = weak()
+        return contexts_of(kind(*values) if policy is None else policy)
+
+    return contexts
+
+
+def _parts(policy: Policy) -> tuple[Policy, ...]:
+    return policy.policies if isinstance(policy, FirstToSpeak) else (policy,)
+
+
+@dataclass(frozen=True)
+class FirstToSpeak(Policy):
+    """Several policies: the first with an opinion decides."""
+
+    policies: tuple[Policy, ...]
+
+    @property
+    def by_op_alone(self) -> bool:
+        return all(policy.by_op_alone for policy in self.policies)
+
+    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+        for policy in self.policies:
+            fate = policy.fate(ctx)
+            if fate is not None:
+                return fate
+        return None
+
+    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:
+        fates = (policy.fate_of_name(name, ctx) for policy in self.policies)
+        return next((fate for fate in fates if fate is not None), None)
+
+    def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:
+        return any(policy.keeps_inputs(ctx) for policy in self.policies)
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.policies))
+
+
+@dataclass(frozen=True)
+class Ops(Policy):
+    """One fate for some ops, or for all of them."""
+
+    then: Fate
+    ops: frozenset[Op] | None
+    _codes: dict[CodeType, set[Any]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        codes: dict[CodeType, set[Any]] = {}
+        for op in self.ops or ():
+            if isinstance(op, type):
+                codes.setdefault(code_of(op), set()).add(op)
+        object.__setattr__(self, "_codes", codes)
+        super().__post_init__()
+
+    @property
+    def by_op_alone(self) -> bool:
+        return not self._codes
+
+    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+        if self.ops is None or matches(ctx.op, self.ops):
+            return self.then
+        if self._codes and runs_one_of(self._codes):
+            return self.then
+        return None
+
+    def __reduce__(self) -> Any:
+        return _ops_again, (self.then, None if self.ops is None else _portable(self.ops))
+
+    def __repr__(self) -> str:
+        return f"{self.then.value}({'' if self.ops is None else _shown(self.ops)})"
+
+
+def _shown(ops: frozenset[Op]) -> str:
+    """Ops as code, sets that have a name by their name."""
+    sets = {
+        "MATMULS": MATMULS,
+        "ATTENTION": ATTENTION,
+        "REDUCTIONS": REDUCTIONS,
+        "ROUTING": ROUTING,
+    }
+    named = [name for name, members in sets.items() if members <= ops]
+    rest = ops.difference(*(sets[name] for name in named))
+    return ", ".join([*named, *sorted(map(show, rest))])
+
+
+def _portable(ops: frozenset[Op]) -> list[Any]:
+    """Ops as what can be pickled: names, and classes."""
+    return [name_of(op) for op in ops]
+
+
+def _ops_again(fate: Fate, ops: list[Any] | None) -> Policy:
+    return Ops(fate, None if ops is None else frozenset(map(op_of, ops)))
+
+
+@dataclass(frozen=True, repr=False)
+class Cheap(Policy):
+    """Recompute what is cheap, keep the rest."""
+
+    @property
+    def by_op_alone(self) -> bool:
+        return True
+
+    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+        return Fate.RECOMPUTE if cheap(ctx.op) else Fate.KEEP
+
+    def __repr__(self) -> str:
+        return "recompute_cheap"
+
+
+@dataclass(frozen=True)
+class Inputs(Policy):
+    """Keep what some ops are given."""
+
+    ops: frozenset[Op]
+
+    @property
+    def by_op_alone(self) -> bool:
+        return True
+
+    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:  # noqa: ARG002
+        return None
+
+    def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:
+        return matches(ctx.op, self.ops)
+
+    def __reduce__(self) -> Any:
+        return _inputs_again, (_portable(self.ops),)
+
+    def __repr__(self) -> str:
+        return f"keep_inputs({_shown(self.ops)})"
+
+
+def _inputs_again(ops: list[Any]) -> Policy:
+    return Inputs(frozenset(map(op_of, ops)))
+
+
+@dataclass(frozen=True)
+class At(Policy):
+    """A policy for the ops of some modules."""
+
+    pattern: str
+    then: Policy
+
+    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+        return self.then.fate(ctx) if is_at(ctx.module_path, self.pattern) else None
+
+    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:
+        fate = self.then.fate_of_name(name, ctx)
+        return fate if fate is not None and is_at(ctx.module_path, self.pattern) else None
+
+    def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:
+        return self.then.keeps_inputs(ctx) and is_at(ctx.module_path, self.pattern)
+
+    def __repr__(self) -> str:
+        return f"at({self.pattern!r}, {self.then!r})"
+
+
+def is_at(path: str, pattern: str) -> bool:
+    """Whether a module's path, or the path of one it is part of, ends as the pattern says."""
+    parts, wanted = path.split("."), pattern.split(".")
+    length = len(wanted)
+    return any(
+        all(map(fnmatchcase, parts[start : start + length], wanted))
+        for start in range(len(parts) - length + 1)
+    )
+
+
+@dataclass(frozen=True)
+class Named(Policy):
+    """One fate for tensors and functions with certain names."""
+
+    then: Fate
+    wanted: tuple[str, ...]
+
+    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+        return self.then if any(self.fate_of_name(name, ctx) for name in ctx.names) else None
+
+    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:  # noqa: ARG002
+        return self.then if any(fnmatchcase(name, wanted) for wanted in self.wanted) else None
+
+    def __repr__(self) -> str:
+        return f"named({', '.join(map(repr, self.wanted))}, fate={self.then.value!r})"
+
+
+@dataclass(frozen=True)
+class Counted(Policy):
+    """A policy for some of the ops that it speaks of, counted anew in each call of a region."""
+
+    step: int | None
+    limit: int | None
+    then: Policy
+
+    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+        fate = self.then.fate(ctx)
+        return fate if fate is not None and self._is_one(ctx) else None
+
+    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:
+        fate = self.then.fate_of_name(name, ctx)
+        return fate if fate is not None and self._is_one(ctx) else None
+
+    def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:
+        return self.then.keeps_inputs(ctx) and self._is_one(ctx)
+
+    def _is_one(self, ctx: SelectiveCheckpointContext) -> bool:
+        """Count, and say whether this one counts; equal policies in two places count apart."""
+        count: int = ctx.state.get(id(self), 0)
+        ctx.state[id(self)] = count + 1
+        return count < self.limit if self.limit is not None else count % (self.step or 1) == 0
+
+    def __repr__(self) -> str:
+        if self.limit is not None:
+            return f"first({self.limit}, {self.then!r})"
+        return f"every({self.step}, {self.then!r})"
+
+
+@dataclass(frozen=True)
+class Function(Policy):
+    """A user's own function of a context, an op and its arguments."""
+
+    function: Callable[..., Any]
+
+    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+        try:
+            answer = self.function(ctx, ctx.op, *ctx.args, **ctx.kwargs)
+        except TypeError as error:  # which Python would take for one of the operator in `a @ b`
+            raise RekindleError(f"The policy {self!r} failed on {ctx.op}: {error}") from error
+        if answer is CheckpointPolicy.PREFER_SAVE and ctx.is_compiled:
+            return Fate.PREFER_KEEP
+        return None if answer is None else fate_of(answer)
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", repr(self.function))
+
+
+@made_before
+def of(policy: Any) -> Policy:
+    """A policy from what torch takes for one: a function `(ctx, op, *args)`, or a list of ops."""
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, list | tuple | set | frozenset):
+        return Ops(Fate.KEEP, frozenset(map(op_of, policy)))
+    if callable(policy) and not is_op(policy):
+        return Function(policy)
+    given = repr(policy) if is_op(policy) else type(policy).__name__
+    raise TypeError(
+        f"A policy is a value of rekindle.policies, a function or a list of ops, but got {given}"
+    )
