@@ -20,7 +20,7 @@ import torch
 
 from rekindle.budget import timing
 from rekindle.offload.context import _engines
-from rekindle.offload.spill_file import SpillFile
+from rekindle.offload.tiers.spill_file import SpillFile
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,11 +21,11 @@ from torch import Tensor
 import rekindle
 from rekindle.offload.activation import Activation
 from rekindle.offload.context import engine_of
-from rekindle.offload.disk import DiskTier
-from rekindle.offload.lane import Lane
-from rekindle.offload.spill_file import SpillFile
-from rekindle.offload.step import Step
-from rekindle.offload.workers import workers
+from rekindle.offload.device_offloader import Lane
+from rekindle.offload.step_activations import Step
+from rekindle.offload.tiers.disk import DiskTier
+from rekindle.offload.tiers.spill_file import SpillFile
+from rekindle.offload.tiers.workers import workers
 
 PAGE = 4096
 """The size of every activation of `chain`: 1024 numbers."""

@@ -6,8 +6,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.offload import arena as arenas
-from rekindle.offload.arena import ALIGNMENT, Lease, aligned
+from rekindle.offload.tiers import arena as arenas
+from rekindle.offload.tiers.arena import ALIGNMENT, Lease, aligned
 
 PAGE = ALIGNMENT
 sizes = st.integers(1, 5 * PAGE)

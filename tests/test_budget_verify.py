@@ -18,7 +18,7 @@ from rekindle.budget import fitting, planning
 from rekindle.budget.fingerprints import Fingerprints, Gathering
 from rekindle.budget.simulate import simulate
 from rekindle.budget.verifying import BIT_FOR_BIT, reference_for
-from rekindle.offload.lane import Lane
+from rekindle.offload.device_offloader import Lane
 from tests.test_budget_fit import unchanged
 from tests.toys import Block, Mlp, Stack
 from tests.wrong import wrong_recompute

@@ -15,8 +15,8 @@ from torch.nn.functional import silu
 
 import rekindle
 from rekindle import policies
-from rekindle.offload.disk import DiskTier
-from rekindle.offload.spill_file import SpillFile
+from rekindle.offload.tiers.disk import DiskTier
+from rekindle.offload.tiers.spill_file import SpillFile
 from rekindle.regions.saved_indices import Saves
 from rekindle.torch_private.internals import saved_by
 from rekindle.torch_private.version_counters import VersionMark

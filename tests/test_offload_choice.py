@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from rekindle.offload.choose import Choice, Entry, Link, choose, fetch_ahead, lead_of
+from rekindle.offload.schedule import Choice, Entry, Link, choose, fetch_ahead, lead_of
 
 LITTLE = 1e-6
 

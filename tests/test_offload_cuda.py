@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import rekindle
-from rekindle.offload import host, pinned
 from rekindle.offload.context import _engines
-from rekindle.offload.lane import Lane
+from rekindle.offload.device_offloader import Lane
+from rekindle.offload.tiers import host, pinned
 from tests.toys import same_bits
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ from torch import nn
 
 import rekindle
 from rekindle.offload.context import _RECENT, Offload, living_engines
-from rekindle.offload.workers import workers
+from rekindle.offload.tiers.workers import workers
 from tests.spilling import SECONDS, chain, leaf, open_files, outcome, plain_gradient
 from tests.toys import same_bits
 

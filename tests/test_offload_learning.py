@@ -20,11 +20,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import rekindle
 from rekindle.offload.activation import Activation, Kept, Saved, may_move, unpack
-from rekindle.offload.choose import Entry
-from rekindle.offload.history import Diary, History, first_seen, history_of, seen_again
-from rekindle.offload.lane import Lane
-from rekindle.offload.options import Options
-from rekindle.offload.tiers import Copy, Tier
+from rekindle.offload.device_offloader import Lane
+from rekindle.offload.offload_options import Options
+from rekindle.offload.schedule import Entry
+from rekindle.offload.step_profile import Diary, History, first_seen, history_of, seen_again
+from rekindle.offload.tiers.base import Copy, Tier
 
 LITTLE = 1e-9
 CPU = torch.device("cpu")

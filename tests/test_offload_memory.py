@@ -18,9 +18,9 @@ from torch import Tensor
 
 import rekindle
 from rekindle.offload.activation import Activation, Kept, Saved
-from rekindle.offload.disk import DiskCopy
-from rekindle.offload.step import Step
-from rekindle.offload.workers import Job
+from rekindle.offload.step_activations import Step
+from rekindle.offload.tiers.disk import DiskCopy
+from rekindle.offload.tiers.workers import Job
 from tests.spilling import (
     DEPTH,
     PAGE,

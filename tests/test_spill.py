@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 import rekindle
-from rekindle.offload import spill_file
 from rekindle.offload.context import _engines
-from rekindle.offload.disk import DiskCopy, DiskTier
+from rekindle.offload.tiers import spill_file
+from rekindle.offload.tiers.disk import DiskCopy, DiskTier
 from tests.spilling import (
     DEPTH,
     PAGE,

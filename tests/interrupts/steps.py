@@ -16,7 +16,7 @@ import rekindle
 from rekindle import observation, policies
 from rekindle.modules.forward import put
 from rekindle.offload.context import living_engines
-from rekindle.offload.workers import workers
+from rekindle.offload.tiers.workers import workers
 from rekindle.regions.recompute import ambient
 from rekindle.regions.saved_indices import Saves
 from rekindle.regions.selective import recorder as recording

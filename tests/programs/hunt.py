@@ -32,7 +32,7 @@ import torch
 
 import rekindle
 from rekindle.offload.context import _engines
-from rekindle.offload.spill_file import SpillFile
+from rekindle.offload.tiers.spill_file import SpillFile
 from tests.programs.drawing import program_of
 from tests.programs.modes import MODES, Mode
 from tests.programs.running import differences, run

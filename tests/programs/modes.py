@@ -13,7 +13,7 @@ from torch import Tensor
 import rekindle
 import rekindle.compat.checkpoint
 from rekindle import policies
-from rekindle.offload.options import TierName
+from rekindle.offload.offload_options import TierName
 from rekindle.regions.saved_indices import Saves
 from rekindle.regions.selective.decisions import AS_PLANNED, Fate
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext

@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from rekindle.budget.values import Option
-from rekindle.offload.options import FATE_OF_TIER, TierName
+from rekindle.offload.offload_options import FATE_OF_TIER, TierName
 from rekindle.policies import Policy
 from rekindle.regions.saved_indices import Saves
 from rekindle.regions.selective.decisions import AS_PLANNED, Fate

@@ -17,7 +17,7 @@ from rekindle.budget.plausible import at_least, plausible
 from rekindle.budget.progress import each
 from rekindle.budget.values import Option
 from rekindle.budget.worst import worst_options
-from rekindle.offload.options import TierName
+from rekindle.offload.offload_options import TierName
 
 _Menu = dict[str, Option]
 """Options by what they stand for, which has the same name on every rank."""

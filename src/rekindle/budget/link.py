@@ -7,8 +7,8 @@ from torch import Tensor
 
 from rekindle.budget.timing import timed
 from rekindle.errors import OffloadError
-from rekindle.offload.options import TierName
-from rekindle.offload.spill_file import SpillFile, wait_for
+from rekindle.offload.offload_options import TierName
+from rekindle.offload.tiers.spill_file import SpillFile, wait_for
 from rekindle.sizes import format_bytes
 
 _BYTES = 128 << 20

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from rekindle.budget.graph import Graph
 from rekindle.budget.values import Option
-from rekindle.offload.options import TierName
+from rekindle.offload.offload_options import TierName
 from rekindle.regions.selective.op_addresses import OpAddress
 
 

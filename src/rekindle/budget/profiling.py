@@ -32,7 +32,7 @@ from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.budget.worst import Joint, Kind, Run, join, worst
 from rekindle.modules.blocks import unwrapped_blocks
 from rekindle.modules.unwrapping import class_name
-from rekindle.offload.options import TierName
+from rekindle.offload.offload_options import TierName
 from rekindle.regions.recompute import ambient
 from rekindle.torch_private.data_parallel import gathered_around
 

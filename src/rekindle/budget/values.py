@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from rekindle.budget import saving
 from rekindle.budget.schema import Difference, Inconsistency
-from rekindle.offload.options import FATE_OF_TIER, TierName
+from rekindle.offload.offload_options import FATE_OF_TIER, TierName
 from rekindle.regions.selective.op_addresses import OpAddress
 
 LossSource: TypeAlias = Literal["model", "given", "none"]

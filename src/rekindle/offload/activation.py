@@ -38,9 +38,9 @@ from rekindle.torch_private.version_counters import VersionMark, counter_key
 
 if TYPE_CHECKING:
     from rekindle.offload.derive import Derivation
-    from rekindle.offload.lane import Lane
-    from rekindle.offload.step import Step
-    from rekindle.offload.tiers import Copy
+    from rekindle.offload.device_offloader import Lane
+    from rekindle.offload.step_activations import Step
+    from rekindle.offload.tiers.base import Copy
 
 
 _DECIDING = Lock()

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.offload.activation import Kept, Saved, may_move, unpack
-from rekindle.offload.disk import DiskTier
-from rekindle.offload.host import HostTier
-from rekindle.offload.lane import Lane
-from rekindle.offload.options import OnFull, Options, Quota, TierName, options_of
-from rekindle.offload.staged import StagedDiskTier
+from rekindle.offload.device_offloader import Lane
+from rekindle.offload.offload_options import OnFull, Options, Quota, TierName, options_of
+from rekindle.offload.tiers.disk import DiskTier
+from rekindle.offload.tiers.host import HostTier
+from rekindle.offload.tiers.staged import StagedDiskTier
 from rekindle.regions.switches import recomputing
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_inside, not_compiled
 from rekindle.torch_private.internals import (

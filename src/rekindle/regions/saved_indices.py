@@ -22,7 +22,7 @@ from rekindle import observation
 from rekindle.offload.activation import Kept, Saved, bytes_of, changed_in_place, unpack
 from rekindle.offload.context import kept
 from rekindle.offload.derive import Derivation, derivation_of
-from rekindle.offload.options import FATE_OF_TIER, TierName
+from rekindle.offload.offload_options import FATE_OF_TIER, TierName
 from rekindle.regions.backward_cleanup import empty_when_backward_ends
 from rekindle.regions.selective.decisions import AS_PLANNED
 from rekindle.regions.selective.offload_bridge import hooks_of, pause

@@ -4,7 +4,7 @@ from enum import Enum
 from typing import Any
 
 from rekindle.compiled.handover import CheckpointPolicy
-from rekindle.offload.options import TierName
+from rekindle.offload.offload_options import TierName
 
 
 class Fate(Enum):

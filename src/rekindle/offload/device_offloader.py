@@ -19,18 +19,18 @@ from torch import Tensor
 from rekindle import observation
 from rekindle.errors import OffloadError
 from rekindle.offload.activation import Activation, Kept, Saved, bytes_of
-from rekindle.offload.departures import Departures
+from rekindle.offload.copy_out_queue import Departures
 from rekindle.offload.derive import Derivation, derivation_of, is_made_by_its_node
-from rekindle.offload.lessons import Lessons
-from rekindle.offload.step import Place, Step
-from rekindle.offload.waits import Waits
+from rekindle.offload.device_waits import Waits
+from rekindle.offload.learned_steps import Lessons
+from rekindle.offload.step_activations import Place, Step
 from rekindle.regions.backward_cleanup import empty_when_backward_ends
 from rekindle.sizes import format_bytes
 from rekindle.torch_private.internals import below_modes, graph_task_id, nodes_so_far, storage_key
 
 if TYPE_CHECKING:
-    from rekindle.offload.options import Options
-    from rekindle.offload.tiers import Tier
+    from rekindle.offload.offload_options import Options
+    from rekindle.offload.tiers.base import Tier
 
 
 class Lane:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rekindle.offload.spill_file import SpillFile, wait_for
-from rekindle.offload.tiers import Copy, Mark, Place, Tier
-from rekindle.offload.workers import Job
+from rekindle.offload.tiers.base import Copy, Mark, Place, Tier
+from rekindle.offload.tiers.spill_file import SpillFile, wait_for
+from rekindle.offload.tiers.workers import Job
 
 
 class DiskTier(Tier):

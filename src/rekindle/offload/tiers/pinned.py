@@ -16,7 +16,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from rekindle.offload.arena import Arena, Lease, aligned
+from rekindle.offload.tiers.arena import Arena, Lease, aligned
 from rekindle.sizes import format_bytes
 
 _SLAB = 256 * 2**20

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from rekindle import observation
 
 if TYPE_CHECKING:
-    from rekindle.offload.options import Options
-    from rekindle.offload.step import Step
-    from rekindle.offload.tiers import Tier
+    from rekindle.offload.offload_options import Options
+    from rekindle.offload.step_activations import Step
+    from rekindle.offload.tiers.base import Tier
 
 
 class Waits:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from rekindle.offload.choose import Choice, Entry, Link, choose
-from rekindle.offload.tiers import Mark, Tier
+from rekindle.offload.schedule import Choice, Entry, Link, choose
+from rekindle.offload.tiers.base import Mark, Tier
 
 Derivable: TypeAlias = tuple[int, str, int]
 """One that could be made from others: its number among those of a step, its op, its bytes."""

@@ -18,8 +18,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from rekindle.offload.arena import Arena, Lease
-from rekindle.offload.workers import Job, workers
+from rekindle.offload.tiers.arena import Arena, Lease
+from rekindle.offload.tiers.workers import Job, workers
 
 _PIECE = 64 * 2**20
 """What is read or written by one call: the system takes no more than 2 GiB at a time."""

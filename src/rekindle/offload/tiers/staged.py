@@ -10,12 +10,12 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from rekindle.offload.arena import Lease
-from rekindle.offload.host import HostTier, Incoming, Outgoing
-from rekindle.offload.pinned import Room
-from rekindle.offload.spill_file import SpillFile, wait_for
-from rekindle.offload.tiers import Copy, Mark, Tier
-from rekindle.offload.workers import Job
+from rekindle.offload.tiers.arena import Lease
+from rekindle.offload.tiers.base import Copy, Mark, Tier
+from rekindle.offload.tiers.host import HostTier, Incoming, Outgoing
+from rekindle.offload.tiers.pinned import Room
+from rekindle.offload.tiers.spill_file import SpillFile, wait_for
+from rekindle.offload.tiers.workers import Job
 
 _STAGE = 4 * 2**30
 """Pinned memory for activations on their way to disk, if no cap is given."""

@@ -14,8 +14,8 @@ before: no deadlock is possible.
 import torch
 from torch import Tensor
 
-from rekindle.offload.pinned import PinnedPool, Room
-from rekindle.offload.tiers import Copy, Tier
+from rekindle.offload.tiers.base import Copy, Tier
+from rekindle.offload.tiers.pinned import PinnedPool, Room
 from rekindle.torch_private.internals import current_cuda_device, device_segments
 
 

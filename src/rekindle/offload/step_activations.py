@@ -4,8 +4,8 @@ from collections import deque
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import ref
 
-from rekindle.offload.choose import Choice, fetch_ahead, lead_of
-from rekindle.offload.history import Derivable, Diary, History
+from rekindle.offload.schedule import Choice, fetch_ahead, lead_of
+from rekindle.offload.step_profile import Derivable, Diary, History
 
 if TYPE_CHECKING:
     from rekindle.offload.activation import Activation

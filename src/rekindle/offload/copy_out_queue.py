@@ -9,15 +9,15 @@ from weakref import WeakMethod, ref
 from torch import Tensor
 
 from rekindle.errors import OffloadError
-from rekindle.offload.tiers import Copy
-from rekindle.offload.waits import Waits
+from rekindle.offload.device_waits import Waits
+from rekindle.offload.tiers.base import Copy
 from rekindle.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rekindle.offload.activation import Activation
-    from rekindle.offload.options import Options
-    from rekindle.offload.step import Step
-    from rekindle.offload.tiers import Tier
+    from rekindle.offload.offload_options import Options
+    from rekindle.offload.step_activations import Step
+    from rekindle.offload.tiers.base import Tier
 
 
 class _Departure(NamedTuple):

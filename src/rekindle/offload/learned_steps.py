@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rekindle.offload.history import History, first_seen, measured, seen_again
-from rekindle.offload.step import Step
+from rekindle.offload.step_activations import Step
+from rekindle.offload.step_profile import History, first_seen, measured, seen_again
 
 if TYPE_CHECKING:
-    from rekindle.offload.tiers import Tier
+    from rekindle.offload.tiers.base import Tier
 
 _KNOWN_STEPS = 16
 """How many steps are remembered: of several models, or of several shapes."""

@@ -1,0 +1,1 @@
+"""The places that activations are copied to: host memory and disk."""
