@@ -30,7 +30,7 @@ from benchmarks.strategies import (
 from benchmarks.workload import Comparison, Forward, Workload
 from rekindle.budget.fitting import fastest_within
 from rekindle.budget.step import Step
-from rekindle.modules.application import undo
+from rekindle.modules.apply_strategies import undo
 
 SHARES = (0.7, 0.6, 0.5, 0.35, 0.2)
 LEAST = "rekindle, the least"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import rekindle
 from benchmarks.decoder import SHAPES, Decoder
 from rekindle import Counts, policies
-from rekindle.modules.application import What
+from rekindle.modules.apply_strategies import What
 from rekindle.modules.forward import forward_of
 from tests.toys import Block, Mlp, Stack, assert_same_step
 

@@ -14,7 +14,7 @@ from rekindle.budget.execute import Numbered
 from rekindle.budget.graph import Graph, Op, Value
 from rekindle.budget.names import named
 from rekindle.budget.values import Nearby, Option
-from rekindle.modules import application
+from rekindle.modules import apply_strategies
 from tests.toys import Block, Stack, gradients, same_bits
 
 KEEP = Option("keep", (), (), 100, 0, 0.001, 0.002, 110, 30)
@@ -250,7 +250,7 @@ def test_a_module_whose_forward_cannot_be_replaced_leaves_the_others_as_they_wer
 ) -> None:
     model = Stack(3)
     rekindle.apply(model, "recompute")
-    put = application.put
+    put = apply_strategies.put
 
     def until_the_last(module: nn.Module, way: Any) -> None:
         if module is model.blocks[2]:
@@ -259,7 +259,7 @@ def test_a_module_whose_forward_cannot_be_replaced_leaves_the_others_as_they_wer
 
     def apply() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(application, "put", until_the_last)
+            patch.setattr(apply_strategies, "put", until_the_last)
             rekindle.apply(model, rekindle.policies.keep_matmuls)
 
     assert_unchanged_by(model, RuntimeError, apply)

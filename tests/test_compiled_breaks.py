@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rekindle
 from rekindle import policies
-from rekindle.compiled import breaks
+from rekindle.compile import graph_breaks
 from tests.graphs import TORCHS_WARNINGS, fresh_compiler
 from tests.toys import Block, assert_same_step, leaf
 
@@ -21,7 +21,7 @@ pytestmark = TORCHS_WARNINGS
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    breaks._told.clear()
+    graph_breaks._told.clear()
     with fresh_compiler():
         yield
 

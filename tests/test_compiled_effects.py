@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import rekindle
 from rekindle import policies
-from rekindle.compiled import breaks
+from rekindle.compile import graph_breaks
 from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler
 from tests.toys import leaf
 
@@ -21,7 +21,7 @@ SETTING = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    breaks._told.clear()
+    graph_breaks._told.clear()
     with fresh_compiler():
         yield
     assert getattr(config, SETTING) is False

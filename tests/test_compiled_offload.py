@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 import rekindle
 from rekindle import policies
-from rekindle.compiled import offloading, passes, tags
+from rekindle.compile import graph_offload, graph_passes, node_tags
 from rekindle.regions.selective.decisions import Fate
 from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler
 from tests.toys import Block, Stack, assert_same_step, leaf
@@ -130,7 +130,7 @@ def product(x: Tensor) -> Tensor:
 
 def by_policy(policy: Any, monkeypatch: pytest.MonkeyPatch, region: Any = product) -> Graphs:
     """The graphs on a CPU, as if its memory were a device's: nothing moves when they are run."""
-    monkeypatch.setattr(tags, "is_away", lambda _: True)
+    monkeypatch.setattr(node_tags, "is_away", lambda _: True)
     graphs = Graphs()
     run = torch.compile(
         lambda x: rekindle.checkpoint(region, x, context_fn=policy),
@@ -178,7 +178,7 @@ def test_what_the_model_returns_is_not_sent_away(monkeypatch: pytest.MonkeyPatch
         z = y.sin() @ WEIGHT
         return y.view(-1) + 0, z.sin(), z.view(-1)  # the last shares its memory with what is saved
 
-    monkeypatch.setattr(tags, "is_away", lambda _: True)
+    monkeypatch.setattr(node_tags, "is_away", lambda _: True)
     graphs, policy = Graphs(), policies.offload("aten::mm")
     run = torch.compile(
         lambda x: rekindle.checkpoint(region, x, context_fn=policy), backend=graphs.backend()
@@ -194,7 +194,7 @@ def test_torchs_settings_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatc
     by_policy(policies.offload("aten::mm"), monkeypatch)
     assert torch._functorch.config.enable_activation_offloading is False
     assert activation_offloading.enable_activation_offloading is torchs_pass
-    assert not passes._patches
+    assert not graph_passes._patches
 
 
 SPILLED = policies.spill("aten::mm")
@@ -310,12 +310,12 @@ def test_a_graph_that_is_retained_gives_the_same_again(backend: str, written_at_
 def test_what_was_sent_is_let_go_with_the_graph_that_sent_it(written_at_once: None) -> None:
     run = torch.compile(spilled, backend="aot_eager", fullgraph=True)
     out = run(leaf(4, 8))
-    assert len(offloading._tickets) == 2
+    assert len(graph_offload._tickets) == 2
     out.sum().backward()
-    assert not offloading._tickets
+    assert not graph_offload._tickets
     out = run(leaf(4, 8))
     del out
-    assert not offloading._tickets
+    assert not graph_offload._tickets
 
 
 def test_a_ticket_that_was_copied_is_a_clear_error(written_at_once: None) -> None:
@@ -377,7 +377,7 @@ def test_a_region_that_draws_random_numbers_sends_and_fetches_under_inductor(
         for run in (away, torch.compile(drawing, fullgraph=True)):
             torch.manual_seed(0)
             out = run(x)
-            assert len(offloading._tickets) == (3 if run is away else 0)
+            assert len(graph_offload._tickets) == (3 if run is away else 0)
             found.append(torch.autograd.grad(out.sum(), [x, WEIGHT]))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
@@ -413,15 +413,15 @@ def test_a_saved_result_that_backward_does_not_use_is_neither_sent_nor_saved() -
     with FakeTensorMode():
         for node in (x, marked, out, unused, tangent):
             node.meta["val"] = torch.empty(4, 8)
-    marked.meta[tags.FATE] = Fate.SPILL
+    marked.meta[node_tags.FATE] = Fate.SPILL
     modules = [torch.fx.GraphModule(nn.Module(), graph) for graph in (forward, backward)]
-    offloading.offload_marked(*modules, outputs=1)
+    graph_offload.offload_marked(*modules, outputs=1)
     assert [len(module.graph.find_nodes(op="placeholder")) for module in modules] == [1, 1]
     assert len(modules[0].graph.find_nodes(op="output")[0].args[0]) == 1
 
 
 def test_sizes_that_change_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tags, "is_away", lambda _: True)
+    monkeypatch.setattr(node_tags, "is_away", lambda _: True)
     graphs, policy = Graphs(), policies.offload("aten::mm")
     run = torch.compile(
         lambda x: rekindle.checkpoint(product, x, context_fn=policy),

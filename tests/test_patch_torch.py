@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
 import rekindle
 from rekindle.compat import checkpoint as compat
 from rekindle.compat import checkpoint_wrapper as compat_wrappers
-from rekindle.compiled import handover
+from rekindle.compile import torch_checkpoint
 from tests.toys import Block, Mlp, Stack, assert_same_step, same_bits
 
 torch_module = torch.utils.checkpoint
@@ -703,7 +703,7 @@ def test_dynamo_knows_torchs_function_again_after_the_patch() -> None:
     before = utils.is_utils_checkpoint
     with rekindle.patch_torch():
         for module in (utils, builder):
-            assert module.is_utils_checkpoint(handover.torch_checkpoint)
+            assert module.is_utils_checkpoint(torch_checkpoint.torch_checkpoint)
             assert not module.is_utils_checkpoint(torch.utils.checkpoint.checkpoint)
     assert utils.is_utils_checkpoint is builder.is_utils_checkpoint is before
 

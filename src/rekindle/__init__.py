@@ -8,9 +8,9 @@ from rekindle.budget.plan import Plan
 from rekindle.budget.planning import BudgetError
 from rekindle.budget.standing import plan_of
 from rekindle.budget.values import Profile
-from rekindle.compiled.handover import SAC_IGNORED_OPS, CheckpointPolicy, noop_context_fn
+from rekindle.compile.torch_checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, noop_context_fn
 from rekindle.errors import CheckpointError, OffloadError, RekindleError
-from rekindle.modules.application import Applied, apply, remove
+from rekindle.modules.apply_strategies import Applied, apply, remove
 from rekindle.modules.wrappers import (
     ActivationWrapper,
     CheckpointImpl,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rekindle import policies
-from rekindle.compiled.breaks import run_outside_graphs
-from rekindle.compiled.handover import (
+from rekindle.compile.graph_breaks import run_outside_graphs
+from rekindle.compile.torch_checkpoint import (
     hand_over,
     is_exporting,
     noop_context_fn,

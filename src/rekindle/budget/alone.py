@@ -19,7 +19,7 @@ from rekindle.budget.memory import bytes_of, metered, unmetered
 from rekindle.budget.outline import without_graph
 from rekindle.budget.timing import Clock
 from rekindle.budget.values import Option
-from rekindle.modules.application import apply, undo
+from rekindle.modules.apply_strategies import apply, undo
 from rekindle.regions.recompute import ambient
 from rekindle.regions.saved_indices import derivable
 

@@ -32,7 +32,7 @@ from rekindle.budget.trial import Trial, try_out
 from rekindle.budget.values import Profile
 from rekindle.budget.verifying import GradientError, verify_gradients
 from rekindle.budget.warning import warn_at_caller
-from rekindle.modules.application import apply
+from rekindle.modules.apply_strategies import apply
 from rekindle.sizes import format_bytes
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from rekindle.budget.static import optimizer_bytes, static_bytes
 from rekindle.budget.step import Step
 from rekindle.budget.values import Nearby, Profile
 from rekindle.budget.worst import outline_of, worst
-from rekindle.compiled.modules import FIT_FIRST, compiled_around
-from rekindle.modules.application import apply
+from rekindle.compile.compiled_modules import FIT_FIRST, compiled_around
+from rekindle.modules.apply_strategies import apply
 from rekindle.modules.blocks import blocks_of
 from rekindle.modules.unwrapping import class_name
 

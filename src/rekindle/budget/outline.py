@@ -26,7 +26,7 @@ from rekindle.budget.step import Step
 from rekindle.budget.timing import Clock
 from rekindle.budget.turns import on_this_thread
 from rekindle.errors import RekindleError
-from rekindle.modules.application import apply, undo
+from rekindle.modules.apply_strategies import apply, undo
 from rekindle.modules.unwrapping import in_places
 from rekindle.regions.recompute import ambient
 from rekindle.torch_private.data_parallel import sharded_parameters

@@ -22,7 +22,7 @@ from rekindle.budget.placement import compute_device
 from rekindle.budget.plan import Plan
 from rekindle.budget.shapes import Shapes, elements, input_shapes, told
 from rekindle.budget.turns import turn_of
-from rekindle.compiled.modules import compiled_around
+from rekindle.compile.compiled_modules import compiled_around
 from rekindle.module_attachment import attach, attached
 from rekindle.modules.caches import forbid_cache
 from rekindle.modules.forward import forward_of, put

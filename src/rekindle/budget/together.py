@@ -15,7 +15,7 @@ from rekindle.budget.agreement import everyone, has_others
 from rekindle.budget.execute import what_of
 from rekindle.budget.simulate import simulate
 from rekindle.budget.values import Option, Profile
-from rekindle.modules.application import apply, undo
+from rekindle.modules.apply_strategies import apply, undo
 from rekindle.modules.unwrapping import in_places
 
 

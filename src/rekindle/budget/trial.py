@@ -13,7 +13,7 @@ from rekindle.budget.step import Step
 from rekindle.budget.timing import timed
 from rekindle.budget.untouched import repeatable, rewound
 from rekindle.budget.values import Profile
-from rekindle.modules.application import apply, undo
+from rekindle.modules.apply_strategies import apply, undo
 
 _LEARNING = 4
 """Steps after which offload has learnt what it can."""

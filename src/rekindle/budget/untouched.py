@@ -17,7 +17,7 @@ from rekindle.budget.stand_ins import on_stand_ins
 from rekindle.budget.step import Step
 from rekindle.budget.turns import turn_of
 from rekindle.module_attachment import put_back, set_aside
-from rekindle.modules.application import undo
+from rekindle.modules.apply_strategies import undo
 from rekindle.modules.caches import no_caches
 from rekindle.modules.forward import Forward, forward_of
 from rekindle.regions.recompute.reachable_state import generators_of

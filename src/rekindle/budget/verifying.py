@@ -24,7 +24,7 @@ from rekindle.budget.step import Step
 from rekindle.budget.untouched import repeatable
 from rekindle.budget.values import Option, Profile
 from rekindle.errors import RekindleError
-from rekindle.modules.application import apply, undo
+from rekindle.modules.apply_strategies import apply, undo
 from rekindle.modules.unwrapping import in_places
 
 BIT_FOR_BIT = "gradients bit for bit"

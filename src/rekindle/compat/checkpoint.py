@@ -31,7 +31,7 @@ from rekindle import (
     set_device_states,
 )
 from rekindle._api.checkpoint import region_of
-from rekindle.compiled.handover import run_traced, torch_generator
+from rekindle.compile.torch_checkpoint import run_traced, torch_generator
 from rekindle.regions.recompute.rng_state import infer_device_type
 from rekindle.regions.region_options import ContextFn, options_of
 from rekindle.regions.selective.policy_contexts import CachedMode, CachingMode

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch
 
 from rekindle.compat import checkpoint as our_checkpoints
 from rekindle.compat import checkpoint_wrapper as our_wrappers
-from rekindle.compiled.handover import dynamo_swaps
+from rekindle.compile.torch_checkpoint import dynamo_swaps
 
 _PAIRS: tuple[tuple[ModuleType, ModuleType, tuple[str, ...]], ...] = (
     (

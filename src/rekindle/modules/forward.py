@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rekindle._api.checkpoint import checkpoint
-from rekindle.compiled import where as traced
+from rekindle.compile import graph_location as traced
 from rekindle.errors import RekindleError
 from rekindle.offload.context import Offload, kept
 from rekindle.policies import Policy

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from rekindle.compiled.handover import noop_context_fn
+from rekindle.compile.torch_checkpoint import noop_context_fn
 from rekindle.regions import switches
 
 ContextFn: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]

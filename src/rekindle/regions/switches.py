@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rekindle.compiled.handover import torch_module
+from rekindle.compile.torch_checkpoint import torch_module
 
 _EARLY_STOP = "_enable_checkpoint_early_stop"
 _DEBUG = "_checkpoint_debug_enabled"

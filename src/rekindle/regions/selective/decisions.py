@@ -3,7 +3,7 @@
 from enum import Enum
 from typing import Any
 
-from rekindle.compiled.handover import CheckpointPolicy
+from rekindle.compile.torch_checkpoint import CheckpointPolicy
 from rekindle.offload.offload_options import TierName
 
 

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from rekindle.compiled import where as traced
-from rekindle.compiled.handover import TorchSelectiveContext
+from rekindle.compile import graph_location as traced
+from rekindle.compile.torch_checkpoint import TorchSelectiveContext
 from rekindle.regions.recompute.ambient import names
 
 CALL = nn.Module._call_impl.__code__

@@ -14,8 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rekindle.compiled import tags, where
-from rekindle.compiled.handover import SAC_IGNORED_OPS, TORCHS_MODES, torch_selective_contexts
+from rekindle.compile import graph_location, node_tags
+from rekindle.compile.torch_checkpoint import (
+    SAC_IGNORED_OPS,
+    TORCHS_MODES,
+    torch_selective_contexts,
+)
 from rekindle.errors import CheckpointError
 from rekindle.regions.selective.decisions import AS_PLANNED, FOR_TORCH, Fate, fate_of
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
@@ -54,12 +58,12 @@ class _InTorchsWords:
         """What was said of the last result that is to go."""
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        tags.offload_what_was_marked(self._last)
+        node_tags.offload_what_was_marked(self._last)
         counter = self._states[bool(ctx.is_recompute)]
         out = getattr(ctx, "op_output", None)
         told = counter.context(op, out, args, kwargs, ctx.is_recompute)
         told.region, told.is_compiled = self._policy, True
-        name = where.tensor_name(op)
+        name = graph_location.tensor_name(op)
         if name is not None and not ctx.is_recompute:
             self._name(args[0], name, told)
         fate = self._policy.fate(told) or Fate.RECOMPUTE
@@ -68,16 +72,16 @@ class _InTorchsWords:
         if out is None:  # on torch 2.11, which asks before the op runs
             self._last = fate
             return FOR_TORCH[Fate.OFFLOAD]
-        tags.offload([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], fate)
+        node_tags.offload([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], fate)
         return FOR_TORCH[Fate.KEEP]
 
     def _name(self, tensor: Tensor, name: str, told: SelectiveCheckpointContext) -> None:
         """Give a tensor that is there already the fate of its name."""
         fate = self._policy.fate_of_name(name, told)
         if fate is not None and fate is not Fate.RECOMPUTE:
-            tags.keep(tensor)
+            node_tags.keep(tensor)
         if fate in _AWAY:
-            tags.offload([tensor], fate)
+            node_tags.offload([tensor], fate)
 
 
 _AWAY = (Fate.OFFLOAD, Fate.OFFLOAD_FREELY, Fate.SPILL, *AS_PLANNED.values())

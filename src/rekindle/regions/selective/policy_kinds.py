@@ -12,7 +12,7 @@ from weakref import ref
 
 import torch
 
-from rekindle.compiled.handover import CheckpointPolicy
+from rekindle.compile.torch_checkpoint import CheckpointPolicy
 from rekindle.errors import RekindleError
 from rekindle.regions.selective.decisions import FOR_TORCH, Fate, fate_of
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext, runs_one_of

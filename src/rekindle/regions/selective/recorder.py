@@ -8,7 +8,7 @@ from weakref import ref
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rekindle.compiled.handover import SAC_IGNORED_OPS
+from rekindle.compile.torch_checkpoint import SAC_IGNORED_OPS
 from rekindle.regions.recompute import rng_state as random_state
 from rekindle.regions.selective import kernel_backends
 from rekindle.regions.selective.compiled_code import called_by_generated_code

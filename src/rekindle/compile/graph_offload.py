@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._prims.rng_prims import run_and_save_rng_state
 from torch.library import Library
 
-from rekindle.compiled.tags import FATE
+from rekindle.compile.node_tags import FATE
 from rekindle.errors import OffloadError
 from rekindle.offload.activation import Kept, Saved
 from rekindle.regions.selective.decisions import Fate

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rekindle.compiled.handover import CheckpointPolicy
-from rekindle.compiled.passes import run_our_passes
+from rekindle.compile.graph_passes import run_our_passes
+from rekindle.compile.torch_checkpoint import CheckpointPolicy
 from rekindle.regions.selective.decisions import Fate
 
 FATE = "rekindle_fate"

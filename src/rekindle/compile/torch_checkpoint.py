@@ -19,10 +19,10 @@ from typing import Any
 import torch.utils.checkpoint
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
-from rekindle.compiled.effects import may_have_effects, set_effects_allowed
-from rekindle.compiled.guards import guard_on_context_fn
-from rekindle.compiled.passes import run_our_passes
-from rekindle.compiled.rng import runs_op_by_op, with_rng
+from rekindle.compile.graph_passes import run_our_passes
+from rekindle.compile.graph_rng import runs_op_by_op, with_rng
+from rekindle.compile.policy_guards import guard_on_context_fn
+from rekindle.compile.side_effects import may_have_effects, set_effects_allowed
 
 torch_module = torch.utils.checkpoint
 

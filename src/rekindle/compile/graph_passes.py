@@ -31,8 +31,8 @@ def run_our_passes() -> None:
     is_on = config.enable_activation_offloading
 
     def all_passes(forward: Any, backward: Any, outputs: int, *others: Any) -> None:
-        from rekindle.compiled.changed_inputs import save_changed_inputs  # noqa: PLC0415
-        from rekindle.compiled.offloading import offload_marked  # noqa: PLC0415 (it brings ops)
+        from rekindle.compile.changed_inputs import save_changed_inputs  # noqa: PLC0415
+        from rekindle.compile.graph_offload import offload_marked  # noqa: PLC0415 (it brings ops)
 
         save_changed_inputs(forward, backward, outputs)
         offload_marked(forward, backward, outputs)
