@@ -28,9 +28,9 @@ from benchmarks.strategies import (
     torch_selective,
 )
 from benchmarks.workload import Comparison, Forward, Workload
-from rekindle.budget.fitting import fastest_within
-from rekindle.budget.step import Step
 from rekindle.modules.apply_strategies import undo
+from rekindle.planner.fit import fastest_within
+from rekindle.planner.training_step import Step
 
 SHARES = (0.7, 0.6, 0.5, 0.35, 0.2)
 LEAST = "rekindle, the least"

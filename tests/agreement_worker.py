@@ -36,9 +36,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
-from rekindle.budget import ranks, solving
-from rekindle.budget.alone import Lone
-from rekindle.budget.values import BlockProfile, Option
+from rekindle.planner.measure.block_benchmark import Lone
+from rekindle.planner.ranks import rank_calls
+from rekindle.planner.solve import solver
+from rekindle.planner.types import BlockProfile, Option
 from tests.ranks import fork_ranks, process_group
 from tests.toys import Block, Stack
 
@@ -137,10 +138,10 @@ def solver_differs() -> Found:
     model, x = DistributedDataParallel(stack()), own_batch()
 
     def hasty(profile: rekindle.Profile, budget: int) -> Any:
-        return solving.smallest(profile)
+        return solver.smallest(profile)
 
     if dist.get_rank() == 1:
-        with mock.patch.object(solving, "choose", hasty):
+        with mock.patch.object(solver, "choose", hasty):
             return fitted(model, x)
     return fitted(model, x)
 
@@ -298,7 +299,7 @@ def missing() -> Found:
     """One rank alone makes a collective call, and gives up; then both make one."""
     model, x = stack(2), own_batch()
     found: Found = {"type": None}
-    with mock.patch.object(ranks, "MEETING_SECONDS", 0.5):
+    with mock.patch.object(rank_calls, "MEETING_SECONDS", 0.5):
         if dist.get_rank() == 0:
             found = raised(partial(rekindle.profile, model, x, loss=loss_of))
     dist.barrier()

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from rekindle.budget import timing
 from rekindle.offload.context import _engines
 from rekindle.offload.tiers.spill_file import SpillFile
+from rekindle.planner.measure import timing
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
-from rekindle.budget.memory import bytes_of
+from rekindle.planner.measure.memory_meter import bytes_of
 from tests.ranks import fork_ranks, process_group
 from tests.storages import PolledBytes
 

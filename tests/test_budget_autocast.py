@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rekindle
-from rekindle.budget.devices import device_named
-from rekindle.budget.execute import Addressed, Numbered, what_of
-from rekindle.budget.graph import Graph, record
-from rekindle.budget.memory import LiveBytes
-from rekindle.budget.names import word_of
-from rekindle.budget.planning import plan_by
-from rekindle.budget.simulate import simulate
-from rekindle.budget.values import Option
 from rekindle.modules.caches import no_caches
+from rekindle.planner.candidate_to_strategy import Addressed, Numbered, what_of
+from rekindle.planner.devices import device_named
+from rekindle.planner.measure.memory_meter import LiveBytes
+from rekindle.planner.plan_for_budget import plan_by
+from rekindle.planner.timeline import simulate
+from rekindle.planner.trace.block_graph import Graph, record
+from rekindle.planner.types import Option
 from rekindle.regions import saved_indices
 from rekindle.regions.selective.op_addresses import OpAddress
 from rekindle.regions.selective.tensor_table import Book
+from rekindle.report.op_words import word_of
 from tests.toys import same_bits
 
 pytest.importorskip("scipy")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rekindle.budget.verifying import BIT_FOR_BIT
+from rekindle.planner.verify import BIT_FOR_BIT
 from tests.budget_worker import WORLD
 from tests.ranks import run_worker
 

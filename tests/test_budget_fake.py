@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rekindle
 from benchmarks.decoder import Decoder, Shape
-from rekindle.budget.devices import DEVICES, Device, Efficiency, OpClock, device_named, device_of
-from rekindle.budget.fake import faked
-from rekindle.budget.graph import Graph
-from rekindle.budget.planning import plain_prediction
-from rekindle.budget.step import Step
-from rekindle.budget.trial import try_out
-from rekindle.budget.values import Option
 from rekindle.modules.forward import forward_of
+from rekindle.planner.devices import DEVICES, Device, Efficiency, OpClock, device_named, device_of
+from rekindle.planner.measure.measured_step import try_out
+from rekindle.planner.plan_for_budget import plain_prediction
+from rekindle.planner.trace.block_graph import Graph
+from rekindle.planner.trace.fake_tensors import faked
+from rekindle.planner.training_step import Step
+from rekindle.planner.types import Option
 from tests.test_budget_fit import CASES, Case, step, unchanged
 from tests.toys import Block, Stack, same_bits
 
@@ -129,14 +129,16 @@ def every_third(graph: Graph) -> list[frozenset[int]]:
 @pytest.fixture
 def same_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Menus have the same options, whatever the times are."""
-    monkeypatch.setattr("rekindle.budget.menu.keep_sets", every_third)
-    monkeypatch.setattr("rekindle.budget.joint_menu.undominated", list)
+    monkeypatch.setattr("rekindle.planner.keep_sets.keep_sets", every_third)
+    monkeypatch.setattr("rekindle.planner.ranks.joint_candidates.undominated", list)
 
 
 @pytest.fixture
 def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Menus are short, where a test is not about them: each option is run, fake or not."""
-    monkeypatch.setattr("rekindle.budget.menu.keep_sets", lambda graph: every_third(graph)[:1])
+    monkeypatch.setattr(
+        "rekindle.planner.keep_sets.keep_sets", lambda graph: every_third(graph)[:1]
+    )
 
 
 @cache
@@ -676,7 +678,7 @@ SAVED = rekindle.Profile(
     rest_seconds=0.125,
     bytes_per_second=5e10,
     blocks=(
-        rekindle.budget.values.BlockProfile(
+        rekindle.planner.types.BlockProfile(
             "Block",
             "Block()",
             (Option("keep"), Option("recompute"), Option("select", (1, 3), (5,), 40, 20, 0.1)),

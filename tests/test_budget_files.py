@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.budget import saving, schema
-from rekindle.budget.planning import BudgetError, plain_prediction
-from rekindle.budget.values import BlockProfile, Nearby, Option
+from rekindle.planner import json_files, json_schema
+from rekindle.planner.plan_for_budget import BudgetError, plain_prediction
+from rekindle.planner.types import BlockProfile, Nearby, Option
 from tests.toys import Stack, gradients, same_bits
 
 DATA = Path(__file__).parent / "data"
@@ -239,7 +239,7 @@ def test_a_file_of_version_4_is_read(kind: str, tmp_path: Path) -> None:
     value = KINDS[kind](old)
     value.save(tmp_path / "new.json")
     assert KINDS[kind](tmp_path / "new.json") == value
-    assert json.loads((tmp_path / "new.json").read_text())["version"] == saving._VERSION
+    assert json.loads((tmp_path / "new.json").read_text())["version"] == json_files._VERSION
 
 
 def test_a_profile_of_version_4_is_solved_as_it_was() -> None:
@@ -281,9 +281,9 @@ def test_an_older_file_may_lack_fields_that_have_a_default(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", [Option, BlockProfile, rekindle.Profile, rekindle.Plan, Nearby])
 def test_the_schema_knows_the_type_of_every_field(kind: type) -> None:
-    for name, (hint, _) in schema._fields(kind).items():
+    for name, (hint, _) in json_schema._fields(kind).items():
         with pytest.raises(ValueError, match=f"^{name}"):
-            schema._value(hint, object(), name, False)
+            json_schema._value(hint, object(), name, False)
 
 
 def test_a_field_that_is_added_is_checked_without_a_change_to_the_schema() -> None:
@@ -293,6 +293,6 @@ def test_a_field_that_is_added_is_checked_without_a_change_to_the_schema() -> No
         notes: tuple[str, ...] = ()
 
     values = {"budget": 1, "seconds": None, "noise": 0.5, "notes": ["a"]}
-    assert schema.build(Later, values) == Later(1, None, 0.5, ("a",))
+    assert json_schema.build(Later, values) == Later(1, None, 0.5, ("a",))
     with pytest.raises(ValueError, match=r"notes\[0\] should be text, but is 3"):
-        schema.build(Later, {**values, "notes": [3]})
+        json_schema.build(Later, {**values, "notes": [3]})

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import rekindle
 from examples import demo
-from rekindle.budget import profiling
-from rekindle.budget.planning import plan_by
-from rekindle.budget.simulate import simulate
-from rekindle.budget.values import Profile
 from rekindle.modules.forward import forward_of
+from rekindle.planner import profile_model
+from rekindle.planner.plan_for_budget import plan_by
+from rekindle.planner.timeline import simulate
+from rekindle.planner.types import Profile
 from tests.toys import Block, Mlp, Stack, gradients, same_bits
 
 pytest.importorskip("scipy")
@@ -211,7 +211,7 @@ def least(profile: Profile) -> int:
 def fit_by(profile: Profile, model: nn.Module, batch: Any, budget: int) -> rekindle.Plan:
     """A fit that measures nothing anew: menus depend on times, and so a little on the weather."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rekindle.budget.front.profile", lambda *_, **__: profile)
+        patch.setattr("rekindle._api.planning.profile", lambda *_, **__: profile)
         return rekindle.fit(model, batch, budget)
 
 
@@ -430,7 +430,7 @@ def test_a_tight_budget_takes_less_memory_than_a_plain_step() -> None:
 def test_a_profile_that_is_given_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Stack(4, 32), torch.randn(64, 32)
     profile = rekindle.profile(model, x)
-    monkeypatch.setattr(profiling, "measure", None)
+    monkeypatch.setattr(profile_model, "measure", None)
     plans = [rekindle.fit(model, x, share, profile=profile) for share in ("90%", "60%")]
     assert all(plan.measured_peak <= plan.budget for plan in plans)  # type: ignore[operator]
     assert plans[1].budget < plans[0].budget

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from benchmarks.decoder import Block as DecoderBlock
 from benchmarks.decoder import Shape
-from rekindle.budget.devices import device_named
-from rekindle.budget.graph import record
-from rekindle.budget.memory import LiveBytes
+from rekindle.planner.devices import device_named
+from rekindle.planner.measure.memory_meter import LiveBytes
+from rekindle.planner.trace.block_graph import record
 from rekindle.regions.saved_indices import derivable
 from tests.toys import Block
 

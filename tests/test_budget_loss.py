@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import rekindle
-from rekindle.budget.loss import checked_loss, in_form
-from rekindle.budget.memory import LiveBytes, bytes_of
+from rekindle.planner.loss import checked_loss, in_form
+from rekindle.planner.measure.memory_meter import LiveBytes, bytes_of
 from tests.toys import Block, Stack, same_bits, total
 
 pytest.importorskip("scipy")

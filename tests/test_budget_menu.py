@@ -12,16 +12,16 @@ from torch import Tensor, nn
 import rekindle
 from benchmarks.decoder import Block as DecoderBlock
 from benchmarks.decoder import Shape
-from rekindle.budget.devices import device_named
-from rekindle.budget.execute import Numbered
-from rekindle.budget.graph import Graph, Op, Value, record
+from rekindle.planner.candidate_to_strategy import Numbered
+from rekindle.planner.devices import device_named
+from rekindle.planner.trace.block_graph import Graph, Op, Value, record
 from rekindle.policies import Policy
 from rekindle.regions.selective.decisions import Fate
 from tests.toys import Block, same_bits
 
 pytest.importorskip("scipy")
 
-from rekindle.budget.menu import best_to_keep, keep_sets
+from rekindle.planner.keep_sets import best_to_keep, keep_sets
 
 CPU = device_named("cpu")
 GAP = 1e-3

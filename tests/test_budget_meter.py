@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import rrelu
 
 import rekindle
-from rekindle.budget.memory import LiveBytes, metered, metered_as_a_whole
-from rekindle.budget.step import shapes_of
+from rekindle.planner.measure.memory_meter import LiveBytes, metered, metered_as_a_whole
+from rekindle.planner.training_step import shapes_of
 from rekindle.regions.recompute import rng_state as random_state
 
 CPU = torch.device("cpu")

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.budget import fitting, front, planning, solving
-from rekindle.budget.simulate import simulate
-from rekindle.budget.trial import Trial
-from rekindle.budget.values import BlockProfile, Nearby, Option, Profile
+from rekindle.planner import fit, plan_for_budget
+from rekindle.planner.measure.measured_step import Trial
+from rekindle.planner.solve import solver
+from rekindle.planner.timeline import simulate
+from rekindle.planner.types import BlockProfile, Nearby, Option, Profile
 from tests.test_budget_solve import (
     GAP,
     MIB,
@@ -119,13 +120,13 @@ def test_less_is_never_faster_and_more_never_slower(seed: int, kinds: int) -> No
 
 def test_where_blocks_differ_nothing_more_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     profile, solved = toy(DROP, DROP), []
-    choose = solving.choose
+    choose = solver.choose
 
-    def counted(profile: Profile, budget: int) -> solving.Choice | None:
+    def counted(profile: Profile, budget: int) -> solver.Choice | None:
         solved.append(budget)
         return choose(profile, budget)
 
-    monkeypatch.setattr(solving, "choose", counted)
+    monkeypatch.setattr(solver, "choose", counted)
     rekindle.solve(profile, 500 * MIB)
     assert solved == [500 * MIB]
 
@@ -151,9 +152,9 @@ def test_a_fit_that_had_to_aim_lower_tells_of_budgets_as_they_were_asked_for(
         peak = limit + 1000 if len(tried) == 1 else limit
         return Trial(peak, plan.predicted_time)
 
-    monkeypatch.setattr(front, "profile", lambda *_, **__: profile)
-    monkeypatch.setattr(fitting, "try_out", too_high_at_first)
-    limit = planning.budget_bytes(profile, "90%")
+    monkeypatch.setattr(plan_for_budget, "profile", lambda *_, **__: profile)
+    monkeypatch.setattr(fit, "try_out", too_high_at_first)
+    limit = plan_for_budget.budget_bytes(profile, "90%")
     plan = rekindle.fit(model, x, limit)
     aim = limit - 1000 - limit // 200
     assert [each.budget for each in tried] == [limit, aim]

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.budget import profiling
-from rekindle.budget.options import undominated
-from rekindle.budget.timing import DeviceClock
-from rekindle.budget.values import Option
+from rekindle.planner import profile_model
+from rekindle.planner.candidates import undominated
+from rekindle.planner.measure.timing import DeviceClock
+from rekindle.planner.types import Option
 from tests.toys import Stack
 
 pytest.importorskip("scipy")
 
-from rekindle.budget.solving import smallest
+from rekindle.planner.solve.solver import smallest
 
 
 def sizes(option: Option) -> tuple[int, ...]:
@@ -126,8 +126,8 @@ def measured(seed: int, monkeypatch: pytest.MonkeyPatch) -> rekindle.Profile:
     torch.manual_seed(0)
     model, batch = Stack(3, 16), torch.randn(32, 16)
     cpu = torch.device("cpu")
-    bench = replace(profiling.bench_of(cpu), clock=_NoisyClock(cpu, seed))
-    monkeypatch.setattr(profiling, "bench_of", lambda *_: bench)
+    bench = replace(profile_model.bench_of(cpu), clock=_NoisyClock(cpu, seed))
+    monkeypatch.setattr(profile_model, "bench_of", lambda *_: bench)
     return rekindle.profile(model, batch)
 
 
@@ -141,7 +141,7 @@ def test_the_least_budget_of_a_profile_does_not_depend_on_the_clock(
 def test_which_results_may_be_kept_does_not_depend_on_the_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rekindle.budget.joint_menu.undominated", list)
+    monkeypatch.setattr("rekindle.planner.ranks.joint_candidates.undominated", list)
     menus = {
         tuple((option.fate, option.kept, option.derived) for option in profile.blocks[0].options)
         for profile in (measured(seed, monkeypatch) for seed in range(3))

@@ -8,13 +8,13 @@ import torch
 
 import rekindle
 from benchmarks.decoder import Decoder, Shape
-from rekindle.budget.execute import Numbered, what_of
-from rekindle.budget.graph import Graph, Op, Value
-from rekindle.budget.names import named
-from rekindle.budget.options import deriving, offloading
-from rekindle.budget.values import Option
+from rekindle.planner.candidate_to_strategy import Numbered, what_of
+from rekindle.planner.candidates import deriving, offloading
+from rekindle.planner.trace.block_graph import Graph, Op, Value
+from rekindle.planner.types import Option
 from rekindle.regions.saved_indices import Saves
 from rekindle.regions.selective.decisions import Fate
+from rekindle.report.op_words import named
 
 pytest.importorskip("scipy")
 

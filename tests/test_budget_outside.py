@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.budget import fitting, front, planning, solving
-from rekindle.budget.trial import Trial
+from rekindle.planner import fit, plan_for_budget
+from rekindle.planner.measure.measured_step import Trial
+from rekindle.planner.solve import solver
 from tests.toys import Block, Stack
 
 pytest.importorskip("scipy")
@@ -93,16 +94,16 @@ def test_the_last_plan_that_is_tried_is_the_least_there_is(
 ) -> None:
     model, x = Stack(6, 16), torch.randn(256, 16)
     profile, tried = rekindle.profile(model, x), []
-    least = solving.smallest(profile).prediction.peak
-    monkeypatch.setattr(front, "profile", lambda *_, **__: profile)
+    least = solver.smallest(profile).prediction.peak
+    monkeypatch.setattr(plan_for_budget, "profile", lambda *_, **__: profile)
 
     def always_more(_step: Any, plan: rekindle.Plan, _profile: Any, **_: Any) -> Trial:
         tried.append(plan)
         peak = limit + (0 if plan.predicted_peak == least else 10_000_000)
         return Trial(peak, plan.predicted_time)
 
-    monkeypatch.setattr(fitting, "try_out", always_more)
-    limit = planning.budget_bytes(profile, "80%")
+    monkeypatch.setattr(fit, "try_out", always_more)
+    limit = plan_for_budget.budget_bytes(profile, "80%")
     plan = rekindle.fit(model, x, limit)
     assert plan.predicted_peak == least
     assert len(tried) == 2

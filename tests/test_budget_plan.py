@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import rekindle
-from rekindle.budget.execute import Numbered
-from rekindle.budget.graph import Graph, Op, Value
-from rekindle.budget.names import named
-from rekindle.budget.values import Nearby, Option
 from rekindle.modules import apply_strategies
+from rekindle.planner.candidate_to_strategy import Numbered
+from rekindle.planner.trace.block_graph import Graph, Op, Value
+from rekindle.planner.types import Nearby, Option
+from rekindle.report.op_words import named
 from tests.toys import Block, Stack, gradients, same_bits
 
 KEEP = Option("keep", (), (), 100, 0, 0.001, 0.002, 110, 30)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.budget import solving
+from rekindle.planner.solve import solver
 from tests.test_budget_solve import layers
 from tests.toys import Stack
 
@@ -18,14 +18,14 @@ pytest.importorskip("scipy")
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The rows and variables of what HiGHS is given."""
     found: list[tuple[int, int]] = []
-    milp = solving.milp
+    milp = solver.milp
 
     def counted(cost: Any, *, constraints: Any, **options: Any) -> Any:
         found.append(constraints.A.shape)
         assert constraints.A.shape[1] == len(cost)
         return milp(cost, constraints=constraints, **options)
 
-    monkeypatch.setattr(solving, "milp", counted)
+    monkeypatch.setattr(solver, "milp", counted)
     return found
 
 
@@ -47,13 +47,13 @@ def test_layers_that_are_alike_are_measured_once(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = []
-    menu = rekindle.budget.profiling.joint_menu
+    menu = rekindle.planner.profile_model.joint_menu
 
     def counted(run: Any, *args: Any) -> Any:
         measured.append(run._block)
         return menu(run, *args)
 
-    monkeypatch.setattr(rekindle.budget.profiling, "joint_menu", counted)
+    monkeypatch.setattr(rekindle.planner.profile_model, "joint_menu", counted)
     model, x = Stack(count, 16), torch.randn(8, 16, requires_grad=True)
     profile = rekindle.profile(model, x)
     assert measured == [model.blocks[0]]

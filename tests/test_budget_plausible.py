@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.budget import profiling
-from rekindle.budget.plausible import plausible
-from rekindle.budget.timing import DeviceClock
-from rekindle.budget.values import BlockProfile, Option, Profile
+from rekindle.planner import profile_model
+from rekindle.planner.measure.plausible import plausible
+from rekindle.planner.measure.timing import DeviceClock
+from rekindle.planner.types import BlockProfile, Option, Profile
 from tests.toys import Stack
 
 pytest.importorskip("scipy")
 
-from rekindle.budget.planning import plan_by
-from rekindle.budget.simulate import simulate
+from rekindle.planner.plan_for_budget import plan_by
+from rekindle.planner.timeline import simulate
 
 KEEP = Option("keep", bytes_held=9, forward_seconds=1.0, backward_seconds=2.0)
 FAST = Option("recompute", bytes_held=1, forward_seconds=1.0, backward_seconds=1.5)
@@ -77,8 +77,8 @@ def test_no_option_is_predicted_to_be_faster_than_no_plan_whatever_the_clock_say
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
-    bench = replace(profiling.bench_of(cpu), clock=_Moody(cpu, seed))
-    monkeypatch.setattr(profiling, "bench_of", lambda *_: bench)
+    bench = replace(profile_model.bench_of(cpu), clock=_Moody(cpu, seed))
+    monkeypatch.setattr(profile_model, "bench_of", lambda *_: bench)
     profile = rekindle.profile(Stack(3, 16), torch.randn(32, 16))
     count = len(profile.order)
     keep = [option for option in profile.blocks[0].options if option.fate == "keep"]

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.budget import front, progress
-from rekindle.budget.progress import Progress, each, shown, tell
+from rekindle._api import planning
+from rekindle.planner import progress
+from rekindle.planner.progress import Progress, each, shown, tell
 from tests.test_budget_solve import random_profile
 from tests.toys import Stack
 
@@ -204,7 +205,7 @@ def test_progress_is_a_bool_or_none(wanted: object) -> None:
 
 
 def test_only_the_first_rank_tells(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
-    monkeypatch.setattr(front, "is_first", lambda: False)
+    monkeypatch.setattr(planning, "is_first", lambda: False)
     monkeypatch.setattr(progress, "_PATIENCE", 0.0)
     rekindle.profile(Stack(2, 16), torch.randn(8, 16))
     assert lines == []

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
 
-from rekindle.budget.placement import compute_device
+from rekindle.planner.placement import compute_device
 from tests import reducers_worker as worker
 
 Results = list[dict[str, Any]]

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import rekindle
 from benchmarks.decoder import Decoder, Shape
-from rekindle.budget.planning import plan_by
-from rekindle.budget.simulate import _ahead, simulate
-from rekindle.budget.step import Step
-from rekindle.budget.trial import try_out
-from rekindle.budget.values import BlockProfile, Option, Profile
+from rekindle.planner.measure.measured_step import try_out
+from rekindle.planner.plan_for_budget import plan_by
+from rekindle.planner.timeline import _ahead, simulate
+from rekindle.planner.training_step import Step
+from rekindle.planner.types import BlockProfile, Option, Profile
 from tests.toys import Block, Stack
 
 pytest.importorskip("scipy")

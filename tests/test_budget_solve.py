@@ -9,9 +9,9 @@ from functools import cache
 import pytest
 
 import rekindle
-from rekindle.budget.simulate import simulate
-from rekindle.budget.solving import Choice, choose, improved, shaken, smallest
-from rekindle.budget.values import BlockProfile, Option, Prediction, Profile
+from rekindle.planner.solve.solver import Choice, choose, improved, shaken, smallest
+from rekindle.planner.timeline import simulate
+from rekindle.planner.types import BlockProfile, Option, Prediction, Profile
 from rekindle.sizes import parse_bytes
 
 pytest.importorskip("scipy")

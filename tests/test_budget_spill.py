@@ -11,13 +11,13 @@ from torch import Tensor
 
 import rekindle
 from benchmarks.decoder import SHAPES, Decoder
-from rekindle.budget import profiling
-from rekindle.budget.execute import Numbered, what_of
-from rekindle.budget.link import bytes_per_second
-from rekindle.budget.planning import plan_by
-from rekindle.budget.simulate import simulate
-from rekindle.budget.values import BlockProfile, Option
 from rekindle.offload.context import engine_of
+from rekindle.planner import profile_model
+from rekindle.planner.candidate_to_strategy import Numbered, what_of
+from rekindle.planner.measure.link import bytes_per_second
+from rekindle.planner.plan_for_budget import plan_by
+from rekindle.planner.timeline import simulate
+from rekindle.planner.types import BlockProfile, Option
 from rekindle.regions.saved_indices import Saves
 from rekindle.regions.selective.decisions import Fate
 from rekindle.regions.selective.offload_bridge import _options
@@ -124,13 +124,13 @@ def test_larger_inputs_are_planned_with_disk_too(
         rekindle.fit(model, batch, "90%", profile=rekindle.profile(model, batch, spill=True))
     else:
         rekindle.fit(model, batch, "90%", spill=True)
-    bench_of, asked = profiling.bench_of, []
+    bench_of, asked = profile_model.bench_of, []
 
-    def bench(device: torch.device, spill: bool) -> profiling.Bench:
+    def bench(device: torch.device, spill: bool) -> profile_model.Bench:
         asked.append(spill)
         return bench_of(device, spill)
 
-    monkeypatch.setattr(profiling, "bench_of", bench)
+    monkeypatch.setattr(profile_model, "bench_of", bench)
     model(torch.randn(128, 32)).sum().backward()
     assert asked == [True]
     rekindle.remove(model)

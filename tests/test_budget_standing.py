@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.budget import standing
 from rekindle.modules.forward import forward_of
+from rekindle.planner import runtime
 from tests.toys import Block, Stack, same_bits
 
 pytest.importorskip("scipy")
@@ -110,8 +110,8 @@ def test_one_line_says_what_changed(lines: Lines) -> None:
     for part in (
         f"Stack is called with [{LARGE}, 16], larger than [{SMALL}, 16]",
         "planned again",
-        f"peaked at {standing.format_bytes(before.measured_peak or 0)}",
-        f"will at {standing.format_bytes(after.measured_peak or 0)} now",
+        f"peaked at {runtime.format_bytes(before.measured_peak or 0)}",
+        f"will at {runtime.format_bytes(after.measured_peak or 0)} now",
     ):
         assert part in line
 
@@ -326,7 +326,7 @@ def test_a_model_that_is_one_block_runs_the_larger_call_by_the_new_plan(
     rekindle.fit(model, inputs(SMALL), (curve[0].peak + curve[1].peak) // 2, profile=small)
     assert [option.fate for _, _, option in plan_of(model).blocks] == ["keep"]
     called = forward_of(model)
-    monkeypatch.setattr("rekindle.budget.profiling.measure", lambda *_: profile)
+    monkeypatch.setattr("rekindle.planner.profile_model.measure", lambda *_: profile)
     assert same(grads(model, LARGE), plain(model, LARGE))
     assert [option.fate for _, _, option in plan_of(model).blocks] == ["select"]
     found = forward_of(model)
@@ -415,7 +415,7 @@ def test_a_compiled_model_has_no_break_from_it() -> None:
 
 def test_ranks_do_not_plan_again(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fitted()
-    monkeypatch.setattr(standing, "has_others", lambda: True)
+    monkeypatch.setattr(runtime, "has_others", lambda: True)
     grads(model, LARGE)
     (line,) = lines()
     assert "ranks would have to agree on when" in line

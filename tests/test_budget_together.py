@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import rekindle
-from rekindle.budget import profiling
-from rekindle.budget.simulate import simulate
-from rekindle.budget.together import SLACK, told_together
-from rekindle.budget.values import BlockProfile, Option, Profile
 from rekindle.modules.forward import forward_of
+from rekindle.planner import profile_model
+from rekindle.planner.measure.whole_step_calibration import SLACK, told_together
+from rekindle.planner.timeline import simulate
+from rekindle.planner.types import BlockProfile, Option, Profile
 from tests.toys import Stack
 
 pytest.importorskip("scipy")
@@ -101,17 +101,17 @@ def test_blocks_without_such_options_are_left_alone() -> None:
 def test_a_profile_is_told_together_where_host_and_device_work_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench_of = profiling.bench_of
+    bench_of = profile_model.bench_of
     monkeypatch.setattr(
-        profiling,
+        profile_model,
         "bench_of",
-        lambda device, _: profiling.Bench(
+        lambda device, _: profile_model.Bench(
             device, "cpu", bench_of(device).clock, 0.0, shows_more_together=True
         ),
     )
     told: list[float] = []
     monkeypatch.setattr(
-        profiling,
+        profile_model,
         "told_together",
         lambda model, profile, timed: told.append(timed()) or profile,
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.budget.traits import traits_of
+from rekindle.planner.trace.block_signature import traits_of
 from tests.toys import Block
 
 pytest.importorskip("scipy")

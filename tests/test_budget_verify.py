@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.budget import fitting, planning
-from rekindle.budget.fingerprints import Fingerprints, Gathering
-from rekindle.budget.simulate import simulate
-from rekindle.budget.verifying import BIT_FOR_BIT, reference_for
 from rekindle.offload.device_offloader import Lane
+from rekindle.planner import fit, plan_for_budget
+from rekindle.planner.gradient_fingerprints import Fingerprints, Gathering
+from rekindle.planner.timeline import simulate
+from rekindle.planner.verify import BIT_FOR_BIT, reference_for
 from tests.test_budget_fit import unchanged
 from tests.toys import Block, Mlp, Stack
 from tests.wrong import wrong_recompute
@@ -74,7 +74,7 @@ def test_to_compare_gradients_takes_one_more_step(
 ) -> None:
     model, x = Stack(4, 16, 0.1), torch.randn(256, 16)
     profile = rekindle.profile(model, x, loss=mean)
-    monkeypatch.setattr(fitting, "_HARDLY", float("inf"))  # no step is late, however slow
+    monkeypatch.setattr(fit, "_HARDLY", float("inf"))  # no step is late, however slow
     taken = []
     for what in ("peak", verify):
         with counted(model) as calls:
@@ -96,8 +96,8 @@ def test_by_default_a_step_of_a_minute_or_more_is_not_run_once_more(
 ) -> None:
     model, x = Stack(4, 16), torch.randn(256, 16)
     profile = rekindle.profile(model, x, loss=mean)
-    assert fitting.AFFORDABLE_SECONDS == 60
-    monkeypatch.setattr(fitting, "AFFORDABLE_SECONDS", 0.0)
+    assert fit.AFFORDABLE_SECONDS == 60
+    monkeypatch.setattr(fit, "AFFORDABLE_SECONDS", 0.0)
     assert rekindle.fit(model, x, "60%", loss=mean, profile=profile).verified is None
     asked = rekindle.fit(model, x, "60%", loss=mean, profile=profile, verify="gradients")
     assert (asked.verified or "").startswith(BIT_FOR_BIT)
@@ -132,17 +132,17 @@ def moving_model(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Tensor, re
     """A model, a batch and their profile; as long as plans may spill, they spill all they can."""
     model, x = nn.Sequential(*(Block(64) for _ in range(8))), torch.randn(256, 64).requires_grad_()
     profile = rekindle.profile(model, x, loss=mean, spill=True)
-    solved = planning.solved
+    solved = plan_for_budget.solved
 
     def spilling(profile: rekindle.Profile, limit: int) -> rekindle.Plan:
         most = max(profile.blocks[0].options, key=lambda option: option.bytes_moved)
         if not most.bytes_moved:
             return solved(profile, limit)
         options = [most] * len(profile.order)
-        return planning.plan_by(profile, limit, options, simulate(profile, options), 0.0)
+        return plan_for_budget.plan_by(profile, limit, options, simulate(profile, options), 0.0)
 
-    monkeypatch.setattr(fitting, "solved", spilling)
-    monkeypatch.setattr(fitting, "_HARDLY", float("inf"))  # no step is late, however slow
+    monkeypatch.setattr(fit, "solved", spilling)
+    monkeypatch.setattr(fit, "_HARDLY", float("inf"))  # no step is late, however slow
     return model, x, profile
 
 
@@ -255,7 +255,7 @@ def test_with_little_room_the_reference_keeps_a_block_of_each_kind() -> None:
     options = [
         next(o for o in profile.options(i) if o.fate == "recompute") for i in range(len(model))
     ]
-    plan = planning.plan_by(profile, 0, options, simulate(profile, options), 0.0)
+    plan = plan_for_budget.plan_by(profile, 0, options, simulate(profile, options), 0.0)
     kept = [
         next(o for o in profile.options(i) if o.fate == ("keep" if i in (0, 3) else "recompute"))
         for i in range(len(model))

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rekindle.budget.failures import failure_of
-from rekindle.budget.simulate import simulate
-from rekindle.budget.values import BlockProfile, Option, Profile
-from rekindle.budget.worst import Run, join, outline_of, worst
 from rekindle.errors import RekindleError
+from rekindle.planner.ranks.failures import failure_of
+from rekindle.planner.ranks.worst_case import Run, join, outline_of, worst
+from rekindle.planner.timeline import simulate
+from rekindle.planner.types import BlockProfile, Option, Profile
 
 KEEP = Option("keep", bytes_held=100, forward_seconds=1.0, backward_seconds=2.0)
 DROP = Option("recompute", bytes_held=1, forward_seconds=1.0, backward_seconds=3.0)

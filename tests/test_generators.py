@@ -389,8 +389,8 @@ def test_fit_trains_a_model_that_holds_generators_as_without_a_plan(budget: str)
 
 @pytest.mark.parametrize("fate", ["keep", "select", "derive", "recompute"])
 def test_every_kind_of_option_replays_a_generator_from_where_it_was(fate: str) -> None:
-    from rekindle.budget.execute import what_of  # noqa: PLC0415
-    from rekindle.budget.values import Option  # noqa: PLC0415
+    from rekindle.planner.candidate_to_strategy import what_of  # noqa: PLC0415
+    from rekindle.planner.types import Option  # noqa: PLC0415
 
     option = Option(fate, kept=(0,) if fate == "select" else ())
     assert_same_steps(lambda: Noisy(seeded()), by_apply(what_of(option)))

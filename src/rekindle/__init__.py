@@ -2,12 +2,8 @@
 
 from rekindle import policies
 from rekindle._api.checkpoint import checkpoint, checkpoint_sequential
+from rekindle._api.planning import Point, fit, frontier, profile, solve
 from rekindle._api.selective import create_selective_checkpoint_contexts, name
-from rekindle.budget.front import Point, fit, frontier, profile, solve
-from rekindle.budget.plan import Plan
-from rekindle.budget.planning import BudgetError
-from rekindle.budget.standing import plan_of
-from rekindle.budget.values import Profile
 from rekindle.compile.torch_checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, noop_context_fn
 from rekindle.errors import CheckpointError, OffloadError, RekindleError
 from rekindle.modules.apply_strategies import Applied, apply, remove
@@ -22,6 +18,10 @@ from rekindle.modules.wrappers import (
 from rekindle.modules.wrapping import apply_activation_checkpointing
 from rekindle.observation import Counts, Observation, Traffic, observe
 from rekindle.offload.context import Offload, offload
+from rekindle.planner.plan import Plan
+from rekindle.planner.plan_for_budget import BudgetError
+from rekindle.planner.runtime import plan_of
+from rekindle.planner.types import Profile
 from rekindle.regions.recompute.exec_groups import GraphExecGroup
 from rekindle.regions.recompute.reentrant import (
     CheckpointFunction,

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import rekindle
-from rekindle.budget.shapes import Shapes, elements, input_shapes, told
 from rekindle.integrations import What, library, models
 from rekindle.module_attachment import tell
+from rekindle.planner.input_shapes import Shapes, elements, input_shapes, told
 from rekindle.sizes import format_bytes
 
 lightning = library("lightning.pytorch" if find_spec("lightning") else "pytorch_lightning")

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import rekindle
-from rekindle.budget.placement import compute_device
 from rekindle.integrations import What, library
 from rekindle.modules.caches import forbid_cache
+from rekindle.planner.placement import compute_device
 
 transformers = library("transformers")
 _layers = library("transformers.modeling_layers")

@@ -1,0 +1,411 @@
+"""The front door: `profile`, `solve`, `frontier`, `fit`."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from rekindle.compile.compiled_modules import FIT_FIRST, compiled_around
+from rekindle.modules.apply_strategies import apply
+from rekindle.modules.blocks import blocks_of
+from rekindle.modules.unwrapping import class_name
+from rekindle.planner import profile_model
+from rekindle.planner.devices import Device
+from rekindle.planner.fit import fitted
+from rekindle.planner.loss import Loss, checked_loss, warn_without_loss
+from rekindle.planner.measure.static_memory import optimizer_bytes, static_bytes
+from rekindle.planner.placement import compute_device
+from rekindle.planner.plan import Plan
+from rekindle.planner.plan_for_budget import (
+    budget_bytes,
+    checked_budget,
+    plain_prediction,
+    solved,
+    with_nearby,
+)
+from rekindle.planner.progress import Progress, each, shown, tell
+from rekindle.planner.ranks.rank_sync import (
+    collective,
+    decided,
+    everyone,
+    is_first,
+    refuse_different,
+)
+from rekindle.planner.ranks.worst_case import outline_of, worst
+from rekindle.planner.runtime import Fitting, Verify, keep_fitted
+from rekindle.planner.trace.fake_profile import Like, imagine
+from rekindle.planner.trace.fake_tensors import has_no_memory
+from rekindle.planner.training_step import Step
+from rekindle.planner.types import Nearby, Profile
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Any = None,
+    optimizer: Any = None,
+    device: str | torch.device | None = None,
+    like: Like = None,
+    spill: bool = False,
+    progress: bool | None = None,
+    group: Any = None,
+) -> Profile:
+    """Measure a model's training step, block by block. The model ends as it was.
+
+    In a distributed run it is a collective call: all ranks of a group make it, and get what was
+    measured on the rank with the most. An error on one of them is raised on all.
+
+    With `device="meta"` nothing is measured: the step runs on tensors without memory, and no device
+    is needed. The model and the batch may be on any, the meta device too.
+
+    >>> import torch, rekindle
+    >>> with torch.device("meta"):
+    ...     layer = torch.nn.TransformerEncoderLayer(8192, 64, 28672, batch_first=True)
+    ...     model, batch = torch.nn.TransformerEncoder(layer, 4), torch.empty(1, 4096, 8192)
+    >>> loss = lambda out: out.square().mean()
+    >>> profile = rekindle.profile(model, batch, loss=loss, device="meta", like="H100")
+    >>> plan = rekindle.solve(profile, budget="80GiB")
+    >>> plan.device
+    'H100'
+
+    Args:
+        model: the model, on its device.
+        batch: what the model is called with: a tensor, a tuple, a dict; or a function without
+            arguments that runs a forward and returns the loss.
+        loss: the loss, where the model does not return it: a function of the model's output, or of
+            the output and the batch (which gets both if it requires two arguments). The output is
+            taken to live until the backward has ended.
+        optimizer: the optimizer, for the size of its state.
+        device: `"meta"`, or nothing for the model's own.
+        like: with `device="meta"`, where times come from: a device, such as `"H200"`, or a profile
+            of the same model that was measured. If not given, the device that the model is on.
+        spill: what a plan sends away goes to disk (the system's folder for temporary files), not
+            to host memory; on a CPU, plans send nothing away without it.
+        progress: whether to show how far it is, once it takes longer than two seconds: a bar on
+            stderr (with rich; else lines in the log). None: if stderr is a terminal.
+        group: the ranks that run the model together: a process group, or a `DeviceMesh` of one
+            dimension. None: all ranks. The ranks of one stage of a pipeline, or one rank alone
+            (`torch.distributed.new_group([rank], use_local_synchronization=True)`), go by
+            themselves. With `device="meta"` each rank goes by itself.
+    """
+    if _is_meta(device):
+        return _profile(model, batch, loss, optimizer, True, like, spill, progress)
+    with collective("profile", group):
+        return _profile(model, batch, loss, optimizer, False, like, spill, progress)
+
+
+def _profile(
+    model: nn.Module,
+    batch: Any,
+    loss: Any,
+    optimizer: Any,
+    on_meta: bool,
+    like: Like,
+    spill: bool,
+    progress: bool | None,
+) -> Profile:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"profile() takes a model, but got {type(model).__name__}")
+    _refuse_compiled(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("No parameter of the model requires a gradient: it is not trained")
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
+        raise ValueError(
+            "A parameter has a hook that runs when its gradient is there, such as an optimizer's: "
+            "measuring would run it. Profile the model before such hooks are registered."
+        )
+    _check_options(optimizer, spill)
+    given = checked_loss(loss, batch)
+    if like is not None and not on_meta:
+        raise ValueError('like= is for device="meta": elsewhere, times are measured')
+    if like is not None and not isinstance(like, str | Device | Profile):
+        raise TypeError(
+            f"like should be the name of a device or a profile, but got {type(like).__name__}"
+        )
+    if spill and on_meta:
+        raise ValueError('spill=True is for a real device: with device="meta" no disk is measured')
+    _need_scipy()
+    if not on_meta:
+        _refuse_without_memory(model)
+        refuse_different(spill=spill, loss="none" if loss is None else "given")
+    with shown(_progress(progress)):
+        if on_meta:
+            found = imagine(model, batch, optimizer, like, given)
+        else:
+            bench = profile_model.bench_of(compute_device(model), spill)
+            found = profile_model.measure(model, batch, optimizer, bench, given)
+    if found.loss == "none":
+        warn_without_loss(found.batch)
+    return found
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse a model whose blocks run as part of a graph."""
+    path = compiled_around(model, blocks_of(model))
+    if path is not None:
+        raise ValueError(f"{path or type(model).__name__} is compiled: {FIT_FIRST}.")
+
+
+def _refuse_without_memory(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if has_no_memory(parameter):
+            raise ValueError(
+                f"{name} has no memory: there is nothing to measure. "
+                'With device="meta", and like="H200" or such, it is profiled all the same.'
+            )
+
+
+def _check_options(optimizer: Any, spill: Any) -> None:
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer should be one, but got {type(optimizer).__name__}")
+    if not isinstance(spill, bool):
+        raise TypeError(f"spill should be True or False, but got {type(spill).__name__}")
+
+
+def _progress(wanted: Any) -> Progress:
+    if wanted is not None and not isinstance(wanted, bool):
+        raise TypeError(f"progress should be a bool or None, but got {type(wanted).__name__}")
+    return Progress(wanted if is_first() else False)
+
+
+def _is_meta(device: Any) -> bool:
+    if device is None:
+        return False
+    if isinstance(device, str | torch.device) and str(device) == "meta":
+        return True
+    raise ValueError(f'device should be "meta", or nothing to measure, but got {device!r}')
+
+
+def solve(profile: Profile, budget: int | str, *, group: Any = None) -> Plan:
+    """The plan that keeps the step's peak within a budget at the least time.
+
+    Args:
+        profile: what `profile` measured.
+        budget: bytes, as an `int` or like `"24GiB"`, for everything on the device; or a share of
+            the activations' peak without a plan, like `"40%"`.
+        group: ranks that get one plan, for the smallest of their budgets and the worst of their
+            profiles: a process group, or a mesh of one dimension, all of whose ranks make the call.
+            None: a plan for this rank alone, by nothing but this profile.
+    """
+    with _together("solve", group):
+        profile = _agreed_profile(profile, "solve")
+        return with_nearby(profile, solved(profile, budget_bytes(profile, budget)))
+
+
+def _together(call: str, group: Any) -> AbstractContextManager[None]:
+    """Around a call that needs no other ranks, but may be made with those of a group."""
+    return nullcontext() if group is None else collective(call, group)
+
+
+def _agreed_profile(profile: Any, call: str) -> Profile:
+    """A profile that is given, checked; with the most that those of other ranks have."""
+    if not isinstance(profile, Profile):
+        raise TypeError(f"{call}() takes a profile, but got {type(profile).__name__}")
+    _need_scipy()
+    profiles = everyone(profile)
+    if any(outline_of(other) != outline_of(profile) for other in profiles):
+        raise ValueError(
+            "The profiles that ranks were given are not of one measurement: they have other blocks "
+            "or options. Call rekindle.profile on all ranks of the group at a time."
+        )
+    return worst(profiles, profile)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the curve of time against memory."""
+
+    peak: int
+    seconds: float
+    plan: Plan
+
+
+def frontier(
+    profile: Profile, points: int = 8, *, progress: bool | None = None, group: Any = None
+) -> list[Point]:
+    """Plans from the plain peak down to the least that works: what less memory costs in time.
+
+    Args:
+        profile: what `profile` measured.
+        points: how many to look for, at even distances in memory; those that are alike are one.
+        progress: as for `profile`.
+        group: as for `solve`.
+    """
+    with _together("frontier", group):
+        profile = _agreed_profile(profile, "frontier")
+        if not isinstance(points, int) or isinstance(points, bool) or points < 1:
+            raise ValueError(f"points should be a whole number from 1 on, but got {points!r}")
+        refuse_different(points=points)
+        with shown(_progress(progress)):
+            return _frontier(profile, points)
+
+
+def _frontier(profile: Profile, points: int) -> list[Point]:
+    from rekindle.planner.solve import solver  # noqa: PLC0415
+
+    tell("the least that works")
+    highest = plain_prediction(profile).peak
+    least = decided(lambda: solver.smallest(profile).prediction.peak)
+    found: list[Point] = []
+    for i in each(range(points), "point"):
+        budget = highest - (highest - least) * i // max(points - 1, 1)
+        plan = solved(profile, max(budget, least))
+        if not found or plan.predicted_peak < found[-1].peak:
+            found.append(Point(plan.predicted_peak, plan.predicted_time, plan))
+    found = [
+        point
+        for i, point in enumerate(found)
+        if all(point.seconds <= less.seconds for less in found[i + 1 :])
+    ]
+    near = [None, *(Nearby(point.peak, point.seconds) for point in found), None]
+    return [
+        replace(point, plan=replace(point.plan, more=more, less=less))
+        for point, more, less in zip(found, near, near[2:], strict=False)
+    ]
+
+
+def fit(
+    model: nn.Module,
+    batch: Any,
+    budget: int | str,
+    *,
+    loss: Any = None,
+    optimizer: Any = None,
+    profile: Profile | None = None,
+    spill: bool = False,
+    verify: Verify = "auto",
+    progress: bool | None = None,
+    group: Any = None,
+) -> Plan:
+    """Make a training step of a model fit a budget, at the smallest cost in time, in place.
+
+    Profiles, solves, applies, and runs a step to see: a plan that is over the budget is made anew
+    with less, and one whose gradients are not those of a step without it is never applied. A model
+    that fits as it is is left as it is. When the model is called with more than it was planned for,
+    it is planned again, and a log line says so; `plan_of` has the plan that holds.
+    `rekindle.remove(model)` undoes it.
+
+    In a distributed run it is a collective call: all ranks of a group make it. The smallest of
+    their budgets counts, and what was measured on the rank with the most; all get one plan. An
+    error on one of them is raised on all.
+
+    >>> import torch, rekindle
+    >>> block = lambda: torch.nn.Sequential(
+    ...     torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)
+    ... )
+    >>> model = torch.nn.Sequential(*[block() for _ in range(4)])
+    >>> x, y = torch.randn(256, 64), torch.randn(256, 64)
+    >>> loss = lambda out: torch.nn.functional.mse_loss(out, y)
+    >>> plan = rekindle.fit(model, x, budget="50%", loss=loss)
+    >>> plan.measured_peak <= plan.budget
+    True
+    >>> rekindle.remove(model)
+
+    Args:
+        model: the model, on its device.
+        batch: as for `profile`: the largest that training will see.
+        budget: as for `solve`.
+        loss: as for `profile`: without it, a model that returns no loss is planned without one.
+        optimizer: the optimizer, for the size of its state.
+        profile: what `rekindle.profile` measured of this model and batch, if it has been: then
+            another budget takes seconds.
+        spill: as for `profile`.
+        verify: `"gradients"` runs one more step, by other means than the plan, to compare the
+            gradients with; `"peak"` does not; `"auto"` does if a step is predicted to take less
+            than a minute. `plan.verified` says what was found.
+        progress: as for `profile`.
+        group: as for `profile`: the ranks that plan together.
+    """
+    with collective("fit", group), shown(_progress(progress)):
+        return _fit(model, batch, budget, loss, optimizer, profile, spill, verify)
+
+
+def _fit(
+    model: nn.Module,
+    batch: Any,
+    budget: int | str,
+    loss: Any,
+    optimizer: Any,
+    known: Profile | None,
+    spill: bool,
+    verify: Verify,
+) -> Plan:
+    checked_budget(budget)
+    _check_options(optimizer, spill)
+    if verify not in get_args(Verify):
+        raise ValueError(f'verify should be "auto", "gradients" or "peak", but got {verify!r}')
+    given = checked_loss(loss, batch)
+    if known is not None:
+        _check_measured(known, model, batch, given)
+        if spill and not _spills(known):
+            raise ValueError(
+                "spill=True, but the profile was measured without it: "
+                "rekindle.profile(..., spill=True)"
+            )
+    refuse_different(verify=verify, profile="none" if known is None else "given")
+    if known is None:
+        measured = profile(model, batch, loss=loss, optimizer=optimizer, spill=spill)
+    else:
+        if known.loss == "none":
+            warn_without_loss(known.batch)
+        if optimizer is not None:
+            known = _with_state(known, model, batch, optimizer)
+        measured = _agreed_profile(known, "fit")
+    step = Step(model, batch, given)
+    plan = fitted(step, budget, measured, verify)
+    apply(model, plan)
+    is_outside = given is not None or step.function is not None
+    fitting = Fitting(
+        budget,
+        optimizer_bytes=optimizer_bytes(optimizer, compute_device(model)),
+        rest_peak=measured.rest_peak if is_outside else 0,
+        output_held=measured.output_held,
+        spill=spill or _spills(measured),
+        loss=given,
+        verify=verify,
+    )
+    keep_fitted(model, fitting)
+    return plan
+
+
+def _with_state(profile: Profile, model: nn.Module, batch: Any, optimizer: Any) -> Profile:
+    """A profile that may have been measured without the optimizer, with its state counted."""
+    device = compute_device(model)
+    counted = static_bytes(model, optimizer, device, Step(model, batch).tensors())
+    return replace(profile, static_bytes=max(profile.static_bytes, counted))
+
+
+def _check_measured(profile: Any, model: nn.Module, batch: Any, loss: Loss | None) -> None:
+    """A profile that is given is one of this model, batch and loss."""
+    _refuse_compiled(model)
+    if not isinstance(profile, Profile):
+        raise TypeError(f"profile should be a Profile, but got {type(profile).__name__}")
+    if profile.model not in (class_name(model), type(model).__name__):
+        raise ValueError(
+            f"The profile is of a {profile.model}, but the model is a {class_name(model)}"
+        )
+    shapes = Step(model, batch).shapes()
+    if profile.batch != shapes:
+        raise ValueError(f"The profile is of a batch {profile.batch}, but the batch is {shapes}")
+    if (profile.loss == "given") != (loss is not None):
+        had = "with" if profile.loss == "given" else "without"
+        raise ValueError(
+            f"The profile was measured {had} loss=, and fit is called the other way: give the same "
+            "loss to both"
+        )
+
+
+def _spills(profile: Profile) -> bool:
+    """Whether it was measured with disk for what is sent away."""
+    return any(option.tier == "disk" for block in profile.blocks for option in block.options)
+
+
+def _need_scipy() -> None:
+    if find_spec("scipy") is None:
+        raise ImportError(
+            "rekindle plans with HiGHS, which comes with scipy: pip install 'rekindle[budget]'"
+        )

@@ -1,0 +1,61 @@
+"""A step under a plan, run and measured."""
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+
+from rekindle.modules.apply_strategies import apply, undo
+from rekindle.planner.gradient_fingerprints import Fingerprints
+from rekindle.planner.measure.memory_meter import metered
+from rekindle.planner.measure.preserve_model_state import repeatable, rewound
+from rekindle.planner.measure.timing import timed
+from rekindle.planner.placement import compute_device
+from rekindle.planner.plan import Plan
+from rekindle.planner.training_step import Step
+from rekindle.planner.types import Profile
+
+_LEARNING = 4
+"""Steps after which offload has learnt what it can."""
+
+
+class Trial(NamedTuple):
+    """What a step under a plan took."""
+
+    peak: int
+    seconds: float
+    gradients: Fingerprints | None = None
+    """Its gradients, if they were asked for."""
+
+
+def try_out(step: Step, plan: Plan, measured: Profile, *, with_gradients: bool = False) -> Trial:
+    """Run steps under a plan, and measure one; the model ends as it was, without the plan.
+
+    The step that is measured begins from the state that the model is in, and follows others that
+    offload has learnt from. The gradients are those of this step.
+    """
+    model = step.model
+    device = compute_device(model)
+    is_free = device.type == "cuda"  # metering: then the steps that are timed are metered too
+    with repeatable(step):
+        apply(model, plan)
+        with rewound(model):
+            for _ in range(_LEARNING if plan.offloads else 1):
+                step()
+        torch.clear_autocast_cache()  # so that casts count which an autocast around `fit` holds
+        gradients = None
+        with metered(device, step.there_before()) as meter:
+            meter.reset()
+            if with_gradients:
+                gradients = step.fingerprints()
+            else:
+                step()
+            peak = meter.peak()
+        with metered(device) if is_free else nullcontext(meter) as meter:
+            seconds = timed(step, device)
+            # Fingerprints take some memory of the device, where a meter sees all there is.
+            peak = meter.peak() if is_free and with_gradients else max(peak, meter.peak())
+        undo(model)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return Trial(measured.static_bytes + peak, seconds, gradients)

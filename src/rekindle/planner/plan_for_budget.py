@@ -1,0 +1,132 @@
+"""A plan for a budget, by a profile alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rekindle.errors import RekindleError
+from rekindle.planner.plan import Plan
+from rekindle.planner.ranks.rank_sync import decided, everyone
+from rekindle.planner.timeline import simulate
+from rekindle.planner.types import Option, Prediction, Profile
+from rekindle.sizes import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from rekindle.planner.solve.solver import Choice  # needs scipy
+
+
+class BudgetError(RekindleError):
+    """No plan keeps a training step within the budget."""
+
+
+def solved(profile: Profile, limit: int) -> Plan:
+    """The plan for a budget; an error that says what would work, if there is none."""
+    from rekindle.planner.solve import solver  # noqa: PLC0415
+
+    def chosen() -> "Choice":
+        choice = solver.choose(profile, limit)
+        if choice is not None:
+            return choice
+        least = solver.smallest(profile)
+        least_kib = -(-least.prediction.peak // 1024)
+        raise BudgetError(
+            f"No plan fits into {format_bytes(limit)}. The least that works is {least_kib} KiB, "
+            f"of which {format_bytes(profile.static_bytes)} are parameters, gradients, optimizer "
+            f"state and the batch; the peak is in {least.prediction.at}."
+        )
+
+    return plan_chosen(profile, limit, chosen)
+
+
+def plan_chosen(profile: Profile, limit: int, choose: "Callable[[], Choice]") -> Plan:
+    """The plan by what the first rank chooses: a solver that stops by the clock chooses anything.
+
+    Each rank has the options of its own profile at the places in the menus that were chosen.
+    """
+
+    def decision() -> tuple[list[int], Prediction, float]:
+        choice = choose()
+        menus = (profile.options(i) for i in range(len(profile.order)))
+        places = [menu.index(o) for menu, o in zip(menus, choice.options, strict=True)]
+        return places, choice.prediction, choice.gap
+
+    places, prediction, gap = decided(decision)
+    options = [profile.options(i)[place] for i, place in enumerate(places)]
+    return plan_by(profile, limit, options, prediction, gap)
+
+
+def with_nearby(profile: Profile, plan: Plan) -> Plan:
+    """A plan, with what less memory and more would change."""
+    from rekindle.planner.sensitivity import nearby  # noqa: PLC0415
+
+    options = tuple(option for _, _, option in plan.blocks)
+    now = Prediction(plan.predicted_peak, plan.predicted_time)
+    less, more = decided(lambda: nearby(profile, plan.budget, options, now))
+    return replace(plan, less=less, more=more)
+
+
+def plan_by(
+    profile: Profile, budget: int, options: Sequence[Option], found: Prediction, gap: float
+) -> Plan:
+    """Options for the blocks as a plan, with what was found of them."""
+    plain = plain_prediction(profile)
+    return Plan(
+        model=profile.model,
+        batch=profile.batch,
+        device=profile.device,
+        budget=budget,
+        predicted_peak=found.peak,
+        predicted_time=found.seconds,
+        plain_peak=plain.peak,
+        plain_time=min(plain.seconds, found.seconds),  # a plan only adds to a plain step
+        gap=min(gap, 1.0),
+        peak_at=found.at,
+        blocks=tuple(
+            (path, profile.blocks[index].kind, option)
+            for (path, index), option in zip(profile.order, options, strict=True)
+        ),
+        inputs=profile.inputs,
+        unused=profile.unused,
+        planning_peak=profile.planning_peak,
+    )
+
+
+def plain_prediction(profile: Profile) -> Prediction:
+    """What a step takes without a plan."""
+    return simulate(profile, plain_options(profile))
+
+
+def plain_options(profile: Profile) -> list[Option]:
+    """The options by which every block runs as without a plan."""
+    menus = (profile.options(i) for i in range(len(profile.order)))
+    return [next(option for option in menu if option.fate == "keep") for menu in menus]
+
+
+def budget_bytes(profile: Profile, budget: int | str) -> int:
+    """A budget in bytes: as given, or a share of the activations' peak on top of what is static.
+
+    The least of all ranks'.
+    """
+    share = checked_budget(budget)
+    if isinstance(share, float):
+        activations = plain_prediction(profile).peak - profile.static_bytes
+        share = profile.static_bytes + int(share * activations)
+    return min(everyone(share))
+
+
+def checked_budget(budget: Any) -> int | float:
+    """A budget as bytes, or as a share."""
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        try:
+            share = float(budget.strip()[:-1]) / 100
+        except ValueError:
+            raise ValueError(f'A budget as a share is like "40%", but got {budget!r}') from None
+        if not 0 < share < 100:
+            raise ValueError(
+                f"A budget as a share is above 0% and below 10000%, but got {budget!r}"
+            )
+        return share
+    nbytes = parse_bytes(budget, "budget")
+    if nbytes <= 0:
+        raise ValueError(f"A budget is a number of bytes above 0, but got {budget!r}")
+    return nbytes

@@ -1,0 +1,254 @@
+"""Measures a model's training step, block by block, so that it need not fit without help.
+
+One step runs with every block recomputed, to see the order of the blocks, what they are given, and
+what the rest of the step takes. Then each distinct block is run alone, forward and backward, by
+every option that is worth having: bytes and times are those of the real thing.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from rekindle.modules.blocks import unwrapped_blocks
+from rekindle.modules.unwrapping import class_name
+from rekindle.offload.offload_options import TierName
+from rekindle.planner.candidates import with_casts
+from rekindle.planner.loss import Loss
+from rekindle.planner.measure.block_benchmark import Lone
+from rekindle.planner.measure.link import bytes_per_second
+from rekindle.planner.measure.memory_meter import metered_as_a_whole
+from rekindle.planner.measure.preserve_model_state import repeatable
+from rekindle.planner.measure.static_memory import static_bytes
+from rekindle.planner.measure.timing import Clock, DeviceClock
+from rekindle.planner.measure.whole_step_calibration import told_together
+from rekindle.planner.progress import each, tell
+from rekindle.planner.ranks.joint_candidates import joint_menu
+from rekindle.planner.ranks.rank_sync import everyone, same_on_all
+from rekindle.planner.ranks.worst_case import Joint, Kind, Run, join, worst
+from rekindle.planner.timeline import cached_after_blocks, simulate
+from rekindle.planner.trace.block_signature import Traits, traits_of
+from rekindle.planner.trace.step_trace import Call, Seen, outline
+from rekindle.planner.training_step import Step, shape_of, shapes_of
+from rekindle.planner.types import BlockProfile, Option, Profile
+from rekindle.regions.recompute import ambient
+from rekindle.torch_private.data_parallel import gathered_around
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a step is run on, and what is known of it."""
+
+    device: torch.device
+    name: str
+    clock: Clock
+    bytes_per_second: float
+    """To the tier and back; 0 if there is no way."""
+    tier: TierName = "host"
+    known: Profile | None = None
+    """If its blocks were measured before: that profile."""
+    shows_more_together: bool = False
+    """Whether host and device work at once, so that blocks alone do not tell all."""
+
+
+def bench_of(device: torch.device, spill: bool = False) -> Bench:
+    """A device that is there, to be measured; with a link to disk, or else to host memory."""
+    tier: TierName = "disk" if spill else "host"
+    return Bench(
+        device,
+        _name(device),
+        DeviceClock(device),
+        bytes_per_second(device, tier),
+        tier,
+        shows_more_together=device.type == "cuda",
+    )
+
+
+def measure(
+    model: nn.Module, batch: Any, optimizer: Any, bench: Bench, loss: Loss | None = None
+) -> Profile:
+    """The profile of a model's training step; the model ends as it was."""
+    device = bench.device
+    step = Step(model, batch, loss)
+    blocks = unwrapped_blocks(model)
+    _refuse_scripts(blocks)
+    _refuse_other_models(model, blocks)
+    static = max(everyone(static_bytes(model, optimizer, device, step.tensors())))
+    with repeatable(step), metered_as_a_whole(device, step.there_before()) as whole:
+        tell("outline")
+        seen = outline(step, blocks, device, bench.clock, partial(_key, blocks, traits_of(blocks)))
+        if not seen.order:
+            raise ValueError("The step ran none of the model's blocks: does it call the model?")
+        joint = join(everyone(_run(seen)), blocks)
+        with gathered_around(model, blocks.values()):
+            profiles = _profiles(blocks, seen, joint, bench)
+        order = [(path, joint.numbers[path]) for path in joint.order]
+        found = Profile(
+            model=class_name(model),
+            device=bench.name,
+            batch=step.shapes(),
+            static_bytes=static,
+            before_bytes=seen.before,
+            rest_peak=seen.rest_peak,
+            rest_seconds=0.0,
+            bytes_per_second=bench.bytes_per_second,
+            blocks=tuple(profiles),
+            order=tuple(order),
+            first_peak=seen.first_peak,
+            last_peak=seen.last_peak,
+            between=joint.between,
+            passed=_passed(joint.passed, [profiles[index] for _, index in order]),
+            inputs=seen.inputs,
+            unused=tuple(path for path in blocks if path not in joint.order),
+            cast_epochs=joint.cast_epochs if _has_casts(profiles) else (),
+            cached_rest_peak=max(seen.cached_rest_peak, 0),
+            casts_in_backward=seen.casts_in_backward,
+            recompute_peak=static + seen.peak,
+            output_held=step.output_held,
+            loss=step.loss_source,
+        )
+        if seen.casts_gone:  # what was freed with the cache had been counted as there
+            casts = cached_after_blocks(found, _recomputed(found))
+            found = replace(found, rest_peak=found.rest_peak + casts)
+        found = worst(everyone(found), found)
+        found = replace(found, rest_seconds=max(joint.seconds - _recomputed_seconds(found), 0.0))
+        if bench.shows_more_together:
+            tell("all blocks together")
+            found = told_together(model, found, partial(bench.clock.timed, step))
+        if not bench.clock.is_exact:  # else nothing was allocated
+            found = replace(found, planning_peak=static + max(everyone(whole.peak())))
+    return found
+
+
+def _run(seen: Seen) -> Run:
+    """What other ranks need to know of this one's step."""
+    kinds = {path: cast("Kind", key) for path, key in seen.keys.items()}
+    arrays = tuple(seen.between), tuple(seen.passed), tuple(seen.cast_epochs)
+    return Run(tuple(seen.order), kinds, *arrays, seen.seconds)
+
+
+def _refuse_other_models(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+    """Ranks that plan together have the same model; they need not run the same blocks of it."""
+    kinds = {path: class_name(block) for path, block in blocks.items()}
+    models = everyone((class_name(model), kinds))
+    if any(other != models[0] for other in models):
+        told = " and ".join(dict.fromkeys(f"{name} with {len(own)} blocks" for name, own in models))
+        raise same_on_all(
+            ValueError(
+                f"Ranks that plan together have to have the same model, but have {told}. Stages of "
+                "a pipeline are planned apart: give group= the process group of one stage's ranks."
+            )
+        )
+
+
+def _refuse_scripts(blocks: dict[str, nn.Module]) -> None:
+    """TorchScript runs a module differently from call to call, and takes no hooks."""
+    for path, block in blocks.items():
+        if isinstance(block, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{path or type(block).__name__} is scripted: TorchScript changes what a module "
+                "saves from one call to the next, so there is no plan for it. Plan and train the "
+                "model as it is before it is scripted."
+            )
+
+
+def _passed(seen: tuple[int, ...], blocks: list[BlockProfile]) -> tuple[int, ...]:
+    """What each block is handed that nobody holds, not even the block that made it."""
+    let_go = [0, *(block.output_let_go for block in blocks)]
+    return tuple(min(pair) for pair in zip(seen, let_go, strict=False))
+
+
+def _has_casts(blocks: list[BlockProfile]) -> bool:
+    """Whether autocast caches casts of any block's weights."""
+    return any(option.casts_cached for block in blocks for option in block.options)
+
+
+def _recomputed_seconds(profile: Profile) -> float:
+    """What all blocks take together if all of them are recomputed."""
+    return simulate(profile, _recomputed(profile)).seconds
+
+
+def _recomputed(profile: Profile) -> list[Option]:
+    """For each block, the option that recomputes all of it."""
+    menus = (profile.options(i) for i in range(len(profile.order)))
+    return [next(option for option in menu if option.fate == "recompute") for menu in menus]
+
+
+def _profiles(
+    blocks: dict[str, nn.Module], seen: Seen, joint: Joint, bench: Bench
+) -> list[BlockProfile]:
+    """The blocks of each kind, run alone on all ranks that ran one of them in the step."""
+    first: dict[int, str] = {}
+    for path in seen.order:
+        first.setdefault(joint.numbers[path], path)
+    last_use = {seen.keys[path]: number for number, path in sorted(first.items())}
+    called = {key: path for path, key in reversed(seen.keys.items())}
+    """By key: the block whose call was gathered."""
+    profiles = []
+    for number, kind in enumerate(each(joint.kinds, "block")):
+        own = first.get(number)
+        if own is None:
+            path = next(path for path, other in joint.numbers.items() if other == number)
+            options = with_casts(joint_menu(None, bench.bytes_per_second, bench.tier))
+            found = BlockProfile(class_name(blocks[path]), kind[0], options, kind[1], _NOT_RUN)
+        else:
+            key = seen.keys[own]
+            call = seen.calls.pop(key) if last_use[key] == number else seen.calls[key]
+            found = _block_profile(called[key], blocks[called[key]], call, seen, bench)
+            del call
+        profiles.append(found)
+    return profiles
+
+
+def _block_profile(
+    path: str, block: nn.Module, call: Call, seen: Seen, bench: Bench
+) -> BlockProfile:
+    """A block, run alone with the arguments of one of its calls."""
+    signature, around = cast("Kind", seen.keys[path])
+    if bench.known is not None:
+        return _known_block(bench.known, path, signature, around)
+    run = Lone(block, call, bench.device, bench.clock, seen.around[seen.keys[path]])
+    options = with_casts(joint_menu(run, bench.bytes_per_second, bench.tier))
+    return BlockProfile(class_name(block), signature, options, around, run.output_let_go)
+
+
+_NOT_RUN = 2**62
+"""Bytes that a block lets go of which this rank has not run: another one has, and the least of all
+counts."""
+
+
+def _key(
+    blocks: dict[str, nn.Module],
+    traits: dict[str, Traits],
+    path: str,
+    call: tuple[Any, Any],
+    around: ambient.Ambient,
+) -> tuple[str, str]:
+    """A block's signature and its ambient state: blocks with equal keys are one to the planner."""
+    return _signature(blocks[path], call, traits[path]), str(around)
+
+
+def _known_block(known: Profile, path: str, signature: str, around: str) -> BlockProfile:
+    """A block that was measured before."""
+    found = [block for block in known.blocks if block.signature == signature]
+    if len(found) > 1:  # what is around a block says, too, which devices there are
+        found = [block for block in found if block.around == around]
+    if not found:
+        measured = "".join(f"\n  {block.signature}" for block in known.blocks)
+        raise ValueError(
+            f"The block {path!r} is not among those that were measured on {known.device}:\n"
+            f"  {signature}\nThose are:{measured}"
+        )
+    return replace(found[0], around=around)
+
+
+def _signature(block: nn.Module, call: tuple[Any, Any], traits: Traits) -> str:
+    shapes = [f"{name} {shape_of(p)}" for name, p in block.named_parameters()]
+    settings = [f"{path}.{name}={value!r}".lstrip(".") for (path, name), value in traits.items()]
+    return f"{class_name(block)}({', '.join([*shapes, *settings])}) of {shapes_of(call)}"
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,1 @@
+"""Several ranks of a distributed run plan as one."""

@@ -1,0 +1,1 @@
+"""One candidate for each block, within a budget."""

@@ -1,0 +1,1 @@
+"""What a training step does, seen in one run: blocks, ops, saved tensors, lifetimes."""

@@ -1,0 +1,243 @@
+"""A block's forward as a graph: its ops, what they make, what autograd saves, and what ops cost.
+
+Costs are estimated from arithmetic and bytes, not timed: which results are worth keeping must not
+depend on the moment.
+
+Views are not in it: what shows a value's memory stands for that value. What depends on parameters
+alone, such as their casts under autocast, counts as coming from outside. Ops have the numbers they
+have under a policy (`ctx.number`), and the addresses by which a plan finds them again.
+"""
+
+import hashlib
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rekindle.offload.activation import Kept, unpack
+from rekindle.planner.devices import Device, seconds_of
+from rekindle.regions.selective.op_addresses import (
+    OpAddress,
+    Whereabouts,
+    depends_on_parameters_alone,
+    is_parameter,
+)
+from rekindle.regions.selective.op_kinds import Kind, can_be_run_again, kind_of
+from rekindle.torch_private.internals import ASKS_DEVICE, is_traced, past_modes, storage_key
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op that can be run again."""
+
+    number: int
+    name: str
+    seconds: float
+    """An estimate, to be compared with that of other ops."""
+    inputs: tuple[int, ...]
+    """The values it is given that the block made, by their index."""
+    outputs: tuple[int, ...]
+    address: OpAddress | None = None
+
+
+@dataclass(frozen=True)
+class Value:
+    """One storage that the block made."""
+
+    nbytes: int
+    maker: int | None
+    """The index of the op that makes it; None if it cannot be made again, and is held if needed."""
+    changes: bool = False
+    """Whether it is written to after it was made: then it is no good to send it away at once."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a block does in forward."""
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    saved: frozenset[int]
+    """Values that autograd saves."""
+    saves: tuple[int | None, ...] = ()
+    """What autograd saves, one after the other: a value, or None for what comes from outside."""
+    communicates: bool = False
+    """Whether the block runs collectives: ranks then have to recompute the same of them."""
+
+    def structure(self) -> str:
+        """A digest of all but sizes and seconds: what has the same runs the same ops."""
+        ops = [replace(op, seconds=0.0) for op in self.ops]
+        values = [replace(value, nbytes=0) for value in self.values]
+        told = repr((ops, values, sorted(self.saved), self.saves))
+        return hashlib.sha256(told.encode()).hexdigest()
+
+
+_FIXED = -1
+"""In place of a value's index: a storage whose content parameters alone decide."""
+
+
+@dataclass
+class _Builder:
+    """The graph so far. Storages are known weakly: it holds none of what the block makes."""
+
+    ops: list[Op] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    saves: list[int | None] = field(default_factory=list)
+    changed: set[int] = field(default_factory=set)
+    _known: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """Index of each storage's value, by key; with a weak reference, so that the key stays its own.
+
+    A storage's object outlives its bytes as long as a weak reference to it does.
+    """
+
+    def find(self, tensor: Tensor) -> int | None:
+        """The index of the value that a tensor is, or shows; None if it comes from outside."""
+        index = self._index(tensor)
+        return None if index == _FIXED else index
+
+    def is_fixed(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, or parameters alone decide its content."""
+        return is_parameter(tensor) or self._index(tensor) == _FIXED
+
+    def add(self, tensor: Tensor, maker: int | None) -> int:
+        """A new value, made by an op."""
+        index = len(self.values)
+        self.values.append(Value(_nbytes(tensor), maker))
+        self._enter(tensor, index)
+        return index
+
+    def fix(self, tensor: Tensor) -> None:
+        """Note that parameters alone decide a tensor's content."""
+        if self._index(tensor) is None:
+            self._enter(tensor, _FIXED)
+
+    def _index(self, tensor: Tensor) -> int | None:
+        weak, index = self._known.get(_key(tensor), (None, None))
+        return None if isinstance(weak, weakref.ref) and weak() is not tensor else index
+
+    def _enter(self, tensor: Tensor, index: int) -> None:
+        try:
+            weak: Any = StorageWeakRef(tensor.untyped_storage())
+        except (NotImplementedError, RuntimeError):
+            weak = weakref.ref(tensor)
+        self._known[_key(tensor)] = weak, index
+
+
+class _GraphMode(TorchDispatchMode):
+    """Records ops with their costs."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, built: _Builder, device: Device, block: nn.Module | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._built = built
+        self._number = -1
+        self._device = device
+        self._whereabouts = None if block is None else Whereabouts(block)
+        self.counts: Counter[str] = Counter()
+        self.communicates = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is ASKS_DEVICE or is_traced():  # the latter: by an op, which is what the block runs
+            return func(*args, **kwargs)
+        kind = kind_of(func)
+        again = can_be_run_again(kind, args, kwargs)
+        out = func(*args, **kwargs)
+        if again:
+            self._number += 1
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        built = self._built
+        self.communicates |= _is_collective(func, given)
+        if kind is Kind.CHANGES or kind is Kind.OPAQUE:
+            built.changed.update(i for i in map(built.find, given) if i is not None)
+        if not made:
+            return out
+        if depends_on_parameters_alone(given, built.is_fixed) and kind is not Kind.CHANGES:
+            for tensor in made:
+                built.fix(tensor)
+            return out
+        if kind is Kind.VIEW:
+            return out
+        new = [tensor for tensor in made if built.find(tensor) is None]
+        inputs = tuple(i for i in map(built.find, given) if i is not None)
+        maker = len(built.ops) if again else None
+        outputs = tuple(built.add(tensor, maker) for tensor in new)
+        if again:
+            name = func.name() if hasattr(func, "name") else str(func)
+            seconds = seconds_of(self._device, func, args, kwargs, out)
+            address = self._address(name)
+            built.ops.append(Op(self._number, name, seconds, inputs, outputs, address))
+        return out
+
+    def _address(self, name: str) -> OpAddress | None:
+        if self._whereabouts is None:
+            return None
+        self.counts[name] += 1
+        return OpAddress(self._whereabouts.path(), name, self.counts[name] - 1, 0)
+
+
+def record(forward: Callable[[], Any], device: Device, block: nn.Module | None = None) -> Graph:
+    """The graph of a block's forward, which runs once, with what its ops cost on a device.
+
+    With the block, ops have addresses in it. Nothing is held that a plain forward does not hold,
+    and nothing stays.
+    """
+    built = _Builder()
+
+    def pack(tensor: Tensor) -> Kept:
+        if not is_traced():
+            built.saves.append(built.find(tensor))
+        # Not the tensor itself: a node that saves its own output would hold itself.
+        return past_modes(Kept, tensor)
+
+    mode = _GraphMode(built, device, block)
+    with saved_tensors_hooks(pack, unpack), mode:
+        out = forward()
+    del out
+    ops = tuple(
+        replace(op, address=a and replace(a, count=mode.counts[a.op]))
+        for op in built.ops
+        for a in [op.address]
+    )
+    values = (replace(value, changes=i in built.changed) for i, value in enumerate(built.values))
+    saved = frozenset(index for index in built.saves if index is not None)
+    return Graph(ops, tuple(values), saved, tuple(built.saves), mode.communicates)
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+def _is_collective(func: Any, given: list[Tensor]) -> bool:
+    """Whether an op sends something to other ranks, or may do so, as those of a `DTensor`."""
+    if getattr(func, "namespace", None) in _COLLECTIVES:
+        return True
+    return any(hasattr(tensor, "device_mesh") for tensor in given if type(tensor) is not Tensor)
+
+
+def _key(tensor: Tensor) -> int:
+    try:
+        return storage_key(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return tensor.numel() * tensor.element_size()

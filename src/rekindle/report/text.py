@@ -1,0 +1,77 @@
+"""Profiles and plans as text."""
+
+from rekindle.modules.patterns import spanned
+from rekindle.planner.plan import Plan
+from rekindle.planner.types import Nearby, Option, Profile
+from rekindle.sizes import format_bytes
+
+
+def format_profile(profile: Profile) -> str:
+    """The blocks with their options, and what is around them."""
+    counts = f"{len(profile.order)} blocks, {len(profile.blocks)} distinct"
+    rest = f"outside the blocks: {profile.rest_seconds * 1e3:.1f} ms"
+    lines = [
+        f"{profile.model} on {profile.device}: {counts}",
+        f"  always there: {format_bytes(profile.static_bytes)}; {rest}",
+    ]
+    for block in profile.blocks:
+        lines.append(f"  {block.kind}:")
+        lines += [f"    {_told(option)}" for option in block.options]
+    return "\n".join(lines)
+
+
+def format_plan(plan: Plan) -> str:
+    """What happens to which blocks, and what it costs."""
+    time = max(plan.predicted_time / plan.plain_time, 1.0) if plan.plain_time else 1.0
+    title = f"Plan for {plan.model} within {format_bytes(plan.budget)}"
+    peak = f"  predicted peak  {format_bytes(plan.predicted_peak)} in {plan.peak_at}"
+    seconds = f"  predicted time  {plan.predicted_time * 1e3:.1f} ms a step"
+    if plan.keeps_all:
+        lines = [f"{title}: fits as it is", peak, seconds]
+    else:
+        plain = f"(without a plan {format_bytes(plan.plain_peak)})"
+        lines = [title, f"{peak} {plain}", f"{seconds} ({time:.2f}x without a plan)"]
+    if plan.measured_peak is not None and plan.measured_time is not None:
+        lines.append(
+            f"  measured        {format_bytes(plan.measured_peak)}, "
+            f"{plan.measured_time * 1e3:.1f} ms a step"
+        )
+    if plan.verified is not None:
+        lines.append(f"  verified        {plan.verified}")
+    lines += _nearby("with less", plan.less, plan.predicted_time)
+    lines += _nearby("with more", plan.more, plan.predicted_time)
+    groups: list[tuple[Option, str, list[str]]] = []
+    for path, kind, option in plan.blocks:
+        for known, name, paths in groups:
+            if known == option and name == kind:
+                paths.append(path)
+                break
+        else:
+            groups.append((option, kind, [path]))
+    for option, kind, paths in groups:
+        where = (
+            spanned(paths) if len({path.count(".") for path in paths}) == 1 else ", ".join(paths)
+        )
+        lines.append(f"  {where or kind}: {len(paths)} x {kind}: {_told(option)}")
+    return "\n".join(lines)
+
+
+def _nearby(words: str, near: Nearby | None, seconds: float) -> list[str]:
+    """What another budget would change, as a line; none if it is not known."""
+    if near is None:
+        return []
+    if near.seconds is None:
+        change = "no plan fits"
+    elif abs(near.seconds - seconds) < 5e-6:
+        change = "no change in time"
+    else:
+        change = f"{(near.seconds - seconds) * 1e3:+.2f} ms a step"
+    return [f"  {words:<15} {format_bytes(near.budget)}: {change}"]
+
+
+def _told(option: Option) -> str:
+    moved = f", {format_bytes(option.bytes_moved)} moved" if option.bytes_moved else ""
+    return (
+        f"{option.describe()}: {format_bytes(option.bytes_held)} held{moved}, "
+        f"{option.seconds * 1e3:.2f} ms"
+    )
