@@ -12,6 +12,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--programs",
         type=int,
         default=None,
-        help="how many random programs tests/test_random_programs.py draws",
+        help="how many random programs tests/programs/test_random_programs.py draws",
     )
 
 
@@ -41,25 +42,26 @@ with suppress(ImportError):
     )
     settings.load_profile("any machine")
 
+ROOT = Path(__file__).parent
 MOST_WORKERS = 8
 """Each of them imports torch, transformers and lightning: 1 GiB."""
 SELECTING = ("keyword", "markexpr", "lf", "stepwise")
 """Options of pytest by which a part of the tests runs."""
 LONGEST = (
-    "test_compiled_offload.py",
-    "test_distributed.py",
-    "test_budget_fake.py",
-    "test_spill.py",
-    "test_compiled_backends.py",
-    "test_budget_solve.py",
-    "test_budget_fit.py",
+    "compile/test_graph_offload.py",
+    "distributed/test_parallel.py",
+    "planner/test_fake_profile.py",
+    "offload/tiers/test_disk.py",
+    "compile/test_backends.py",
+    "planner/test_solve.py",
+    "planner/test_fit.py",
     "test_examples.py",
-    "test_integrations_transformers.py",
+    "integrations/test_transformers.py",
     "test_docs.py",
-    "test_budget_distributed.py",
-    "test_offload_memory.py",
-    "test_offload_autograd.py",
-    "test_ops_that_trace.py",
+    "planner/ranks/test_fit_on_ranks.py",
+    "offload/test_memory.py",
+    "offload/test_autograd.py",
+    "regions/recompute/test_ops_that_trace.py",
 )
 """Files that take longest, which start first: no process is left alone with one at the end."""
 
@@ -87,7 +89,7 @@ def cores() -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         rank = {name: i for i, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+        items.sort(key=lambda item: rank.get(os.path.relpath(item.path, ROOT), len(rank)))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a GPU")

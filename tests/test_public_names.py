@@ -118,7 +118,7 @@ def test_noop_context_fn_is_torchs_own_object() -> None:
     assert compat.noop_context_fn is torch_module.noop_context_fn
 
 
-# Our own engine: outside `compat` and `compiled`, nothing knows torch's.
+# Our own engine: outside `compat` and `compile`, nothing knows torch's.
 
 
 def dotted(node: ast.AST) -> str:
@@ -145,7 +145,7 @@ def mentions(source: str) -> set[str]:
 
 
 def is_engine(file: str) -> bool:
-    return not file.startswith(("compat/", "compiled/"))
+    return not file.startswith(("compat/", "compile/"))
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if is_engine(file)])
@@ -154,8 +154,8 @@ def test_the_engine_does_not_mention_torchs_module(file: str) -> None:
     assert [name for name in names if name.startswith("torch.utils.checkpoint")] == []
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if not file.startswith("compiled/")])
-def test_torchs_checkpoint_is_named_in_compiled_only(file: str) -> None:
+@pytest.mark.parametrize("file", [file for file in FILES if not file.startswith("compile/")])
+def test_torchs_checkpoint_is_named_in_compile_only(file: str) -> None:
     names = mentions((SOURCE / file).read_text())
     forbidden = {
         "_torch.checkpoint",

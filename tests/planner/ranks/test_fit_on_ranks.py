@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from rekindle.planner.verify import BIT_FOR_BIT
-from tests.budget_worker import WORLD
+from tests.planner.ranks.fit_worker import WORLD
 from tests.ranks import run_worker
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
@@ -18,7 +18,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
     pytest.importorskip("scipy")
     folder = tmp_path_factory.mktemp("ranks")
-    run_worker("tests.budget_worker", folder)
+    run_worker("tests.planner.ranks.fit_worker", folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.agreement_worker import ERRORS, WORLDS
+from tests.planner.ranks.rank_sync_worker import ERRORS, WORLDS
 from tests.ranks import run_worker
 
 pytestmark = pytest.mark.skipif(
@@ -42,7 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """All cases of both worlds, in one go."""
     pytest.importorskip("scipy")
     folder = tmp_path_factory.mktemp("agreement")
-    run_worker("tests.agreement_worker", folder)
+    run_worker("tests.planner.ranks.rank_sync_worker", folder)
     return Results(folder)
 
 

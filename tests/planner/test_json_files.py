@@ -17,7 +17,7 @@ from rekindle.planner.plan_for_budget import BudgetError, plain_prediction
 from rekindle.planner.types import BlockProfile, Nearby, Option
 from tests.toys import Stack, gradients, same_bits
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 Place = tuple[str | int, ...]
 KINDS: dict[str, Callable[[Path], Any]] = {
     "plan": rekindle.Plan.load,

@@ -19,7 +19,7 @@ from rekindle.planner import fit, plan_for_budget
 from rekindle.planner.gradient_fingerprints import Fingerprints, Gathering
 from rekindle.planner.timeline import simulate
 from rekindle.planner.verify import BIT_FOR_BIT, reference_for
-from tests.test_budget_fit import unchanged
+from tests.planner.test_fit import unchanged
 from tests.toys import Block, Mlp, Stack
 from tests.wrong import wrong_recompute
 

@@ -20,7 +20,7 @@ from rekindle.regions.recompute import rng_state as random_state
 CPU = torch.device("cpu")
 SIZE = 4 * 64 * 4
 """Bytes of one activation."""
-DOCS = Path(__file__).parent.parent / "docs" / "budget.md"
+DOCS = Path(__file__).parents[2] / "docs" / "budget.md"
 
 
 @pytest.fixture

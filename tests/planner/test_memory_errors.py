@@ -10,7 +10,7 @@ import rekindle
 from rekindle.planner import runtime
 from rekindle.planner.types import Option
 from rekindle.sizes import format_bytes
-from tests.test_budget_plan import plan_of
+from tests.planner.test_plan import plan_of
 from tests.toys import Mlp, Stack
 
 KEEP = Option("keep")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ddp_worker import CASES, REGIONS, STEPS, WORLD, Case
+from tests.distributed.ddp_worker import CASES, REGIONS, STEPS, WORLD, Case
 from tests.ranks import run_worker
 from tests.toys import same_bits
 
@@ -23,7 +23,7 @@ Results = list[dict[tuple[str, bool], Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What two real processes got, all cases in one go."""
     folder = tmp_path_factory.mktemp("ddp")
-    run_worker("tests.ddp_worker", folder)
+    run_worker("tests.distributed.ddp_worker", folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 

@@ -21,6 +21,7 @@ from rekindle.offload.activation import Activation, Kept, Saved
 from rekindle.offload.step_activations import Step
 from rekindle.offload.tiers.disk import DiskCopy
 from rekindle.offload.tiers.workers import Job
+from tests.regions.recompute.test_memory import Storages
 from tests.spilling import (
     DEPTH,
     PAGE,
@@ -34,7 +35,6 @@ from tests.spilling import (
     open_files,
     spill_to,
 )
-from tests.test_memory import Storages
 
 KINDS = (Activation, Saved, Kept, Step, DiskCopy, Job)
 LOSS = 4

@@ -12,7 +12,7 @@ from rekindle.module_attachment import attached
 from rekindle.modules.forward import forward_of
 from rekindle.planner import fit
 from rekindle.planner.measure.measured_step import Trial
-from tests.test_budget_fit import unchanged
+from tests.planner.test_fit import unchanged
 from tests.toys import Block, Stack, same_bits
 
 pytest.importorskip("scipy")

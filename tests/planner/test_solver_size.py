@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle.planner.solve import solver
-from tests.test_budget_solve import layers
+from tests.planner.test_solve import layers
 from tests.toys import Stack
 
 pytest.importorskip("scipy")

@@ -25,7 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
 
 from rekindle.planner.placement import compute_device
-from tests import reducers_worker as worker
+from tests.planner.ranks import reducers_worker as worker
 
 Results = list[dict[str, Any]]
 
@@ -34,7 +34,7 @@ Results = list[dict[str, Any]]
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_worker("tests.reducers_worker", folder)
+    run_worker("tests.planner.ranks.reducers_worker", folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(worker.WORLD)]
 
 

@@ -23,7 +23,7 @@ import rekindle
 from rekindle import policies
 from rekindle.torch_private.internals import dispatch_modes, top_hooks
 from tests.ranks import one_rank
-from tests.test_selective_ops import POLICIES, check
+from tests.regions.selective.test_op_names import POLICIES, check
 from tests.toys import Mlp, assert_same_step, same_bits
 
 Run = Callable[..., Any]

@@ -1,6 +1,7 @@
 """Random programs end a step as they do without rekindle, bit for bit.
 
-`pytest tests/test_random_programs.py --programs 5000` draws as many as wanted, new ones each time.
+`pytest tests/programs/test_random_programs.py --programs 5000` draws as many as wanted, new ones
+each time.
 """
 
 import functools

@@ -13,7 +13,7 @@ from rekindle.planner.measure.measured_step import Trial
 from rekindle.planner.solve import solver
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import BlockProfile, Nearby, Option, Profile
-from tests.test_budget_solve import (
+from tests.planner.test_solve import (
     GAP,
     MIB,
     all_choices,

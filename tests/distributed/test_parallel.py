@@ -10,7 +10,16 @@ import torch
 import torch.distributed as dist
 
 import rekindle
-from tests.distributed_worker import CASES, DEPTH, GATHERS, WORLDS, Case, Outcome, counted, world_of
+from tests.distributed.parallel_worker import (
+    CASES,
+    DEPTH,
+    GATHERS,
+    WORLDS,
+    Case,
+    Outcome,
+    counted,
+    world_of,
+)
 from tests.ranks import ROOT, run_worker
 from tests.toys import same_bits
 
@@ -46,7 +55,7 @@ def _loaded(path: Path) -> dict[tuple[str, str], Any]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """All cases of both worlds, in one go."""
     folder = tmp_path_factory.mktemp("distributed")
-    run_worker("tests.distributed_worker", folder)
+    run_worker("tests.distributed.parallel_worker", folder)
     return Results(folder)
 
 

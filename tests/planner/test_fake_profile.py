@@ -25,7 +25,7 @@ from rekindle.planner.trace.block_graph import Graph
 from rekindle.planner.trace.fake_tensors import faked
 from rekindle.planner.training_step import Step
 from rekindle.planner.types import Option
-from tests.test_budget_fit import CASES, Case, step, unchanged
+from tests.planner.test_fit import CASES, Case, step, unchanged
 from tests.toys import Block, Stack, same_bits
 
 pytest.importorskip("scipy")
@@ -763,7 +763,7 @@ def test_a_buffer_that_is_fake_teaches_nothing_of_the_real_one() -> None:
 
 
 def test_the_page_lists_the_devices_of_the_table() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "budget.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "budget.md").read_text()
     for device in DEVICES.values():
         link = f"{device.link / 1e9:.4g}" if device.link else "none"
         rates = [device.half / 1e12, device.tf32 / 1e12, device.single / 1e12, device.memory / 1e9]
