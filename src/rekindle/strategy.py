@@ -1,0 +1,125 @@
+"""Strategies: values that say what is done with the activations of a region.
+
+`apply`, plans, wrappers, integrations and engines speak of activations in these values alone. They
+are frozen, comparable and hashable, print as the code that makes them, and are saved as JSON. The
+ways that users write them (`"recompute"`, a policy, a dict by module path) are read into them at
+the public edge. This module imports no torch: the planner's core computes with strategies, too.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+TierName: TypeAlias = Literal["host", "disk"]
+"""A place that activations are copied to: host memory, or a file on disk."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The base of all strategies."""
+
+    def __repr__(self) -> str:
+        given = (
+            f"{field.name}={value!r}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        )
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Keep(Strategy):
+    """Activations stay on the device, as in plain autograd."""
+
+
+@dataclass(frozen=True, repr=False)
+class Recompute(Strategy):
+    """Activations are dropped in forward; a replay of the region makes them again in backward."""
+
+
+@dataclass(frozen=True, repr=False)
+class Selective(Strategy):
+    """A policy decides op by op: keep, recompute, offload or spill.
+
+    The policy is a value of `rekindle.policies`, or one that a plan made of ops it measured:
+    `PlannedOps`, `NumberedOps`.
+    """
+
+    policy: Any
+
+
+@dataclass(frozen=True, repr=False)
+class SavedIndices(Strategy):
+    """Saved tensors stay, but for some that are told by their index among those of the region."""
+
+    recomputed: tuple[int, ...] = ()
+    """Indices of saved tensors that one op makes again from other saved tensors."""
+    offloaded: tuple[int, ...] = ()
+    """Indices of saved tensors that are copied to `tier`."""
+    tier: TierName = "host"
+    count: int = 0
+    """How many tensors autograd saves in the region; 0 if that is not known."""
+
+
+@dataclass(frozen=True, repr=False)
+class Offload(Strategy):
+    """Saved tensors are copied to host memory or disk, and copied back for backward.
+
+    The fields are the arguments of `rekindle.offload`, checked and in bytes.
+    """
+
+    tier: TierName = "host"
+    quota: int | float | None = None
+    """Bytes (`int`), a share of what can be moved (`float`), or None: as much as costs no time."""
+    min_bytes: int = 2**20
+    max_host_bytes: int | None = None
+    directory: str | None = None
+    on_full: Literal["keep", "raise"] = "keep"
+    derive: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class Tile(Strategy):
+    """The region runs in chunks of tokens, each by the strategy `inner`. Nothing runs it yet."""
+
+    chunks: int
+    inner: Strategy = Recompute()
+
+
+@dataclass(frozen=True, order=True)
+class OpAddress:
+    """Where in a block an op is."""
+
+    module: str
+    """The path of the innermost module that runs it, from the block; empty for the block itself."""
+    op: str
+    """The op's name with its overload, such as `aten::addmm`."""
+    index: int
+    """How many ops of this name ran before it in the block."""
+    count: int
+    """How many ops of this name run in one forward of the block."""
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.op} {self.index + 1} of {self.count}{where}"
+
+
+@dataclass(frozen=True)
+class PlannedOps:
+    """A policy as data: ops of a block whose results a plan keeps or moves; the rest is recomputed.
+
+    Both tuples are sorted, and share no address.
+    """
+
+    kept: tuple[OpAddress, ...] = ()
+    offloaded: tuple[OpAddress, ...] = ()
+    tier: TierName = "host"
+    """Where the results of `offloaded` are copied to."""
+
+
+@dataclass(frozen=True)
+class NumberedOps:
+    """As `PlannedOps`, by the number of each op in its region: in plan files of version 4."""
+
+    kept: tuple[int, ...] = ()
+    offloaded: tuple[int, ...] = ()
+    tier: TierName = "host"
