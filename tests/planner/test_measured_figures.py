@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import rekindle
+from rekindle.planner import fit as fitting
 from rekindle.planner.measure.measured_step import Trial
 from tests.toys import Stack
 
@@ -31,7 +32,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], tuple[rekindl
             tried.append(plan)
             return Trial(plan.predicted_peak, seconds(plan))
 
-        monkeypatch.setattr(fit, "try_out", try_out)
+        monkeypatch.setattr(fitting, "try_out", try_out)
         model, batch = Stack(6, 64), torch.randn(256, 64)
         plan = rekindle.fit(model, batch, budget="70%", profile=profile_that_selects())
         assert rekindle.plan_of(model) == plan

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
+from rekindle._api import planning
 from rekindle.planner import fit, plan_for_budget
 from rekindle.planner.measure.measured_step import Trial
 from rekindle.planner.solve import solver
@@ -95,7 +96,7 @@ def test_the_last_plan_that_is_tried_is_the_least_there_is(
     model, x = Stack(6, 16), torch.randn(256, 16)
     profile, tried = rekindle.profile(model, x), []
     least = solver.smallest(profile).prediction.peak
-    monkeypatch.setattr(plan_for_budget, "profile", lambda *_, **__: profile)
+    monkeypatch.setattr(planning, "profile", lambda *_, **__: profile)
 
     def always_more(_step: Any, plan: rekindle.Plan, _profile: Any, **_: Any) -> Trial:
         tried.append(plan)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import rekindle
+from rekindle._api import planning
 from rekindle.planner import fit, plan_for_budget
 from rekindle.planner.measure.measured_step import Trial
 from rekindle.planner.solve import solver
@@ -152,7 +153,7 @@ def test_a_fit_that_had_to_aim_lower_tells_of_budgets_as_they_were_asked_for(
         peak = limit + 1000 if len(tried) == 1 else limit
         return Trial(peak, plan.predicted_time)
 
-    monkeypatch.setattr(plan_for_budget, "profile", lambda *_, **__: profile)
+    monkeypatch.setattr(planning, "profile", lambda *_, **__: profile)
     monkeypatch.setattr(fit, "try_out", too_high_at_first)
     limit = plan_for_budget.budget_bytes(profile, "90%")
     plan = rekindle.fit(model, x, limit)

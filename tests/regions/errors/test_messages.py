@@ -38,7 +38,7 @@ def line_of(function: Any, text: str) -> str:
     """`file:line` of the line of a function that holds this text."""
     source, first = inspect.getsourcelines(function)
     offset = next(i for i, line in enumerate(source) if text in line)
-    return f"test_errors.py:{first + offset}"
+    return f"test_messages.py:{first + offset}"
 
 
 def error_of(y: Tensor) -> str:
@@ -154,7 +154,7 @@ def test_a_parameter_that_is_frozen_between_forward_and_backward_is_explained(x:
     assert "requires_grad" in text
     assert "layer(x.exp())" in text
     assert "F.linear(input, self.weight, self.bias)" in text
-    assert "test_errors.py:" in text
+    assert "test_messages.py:" in text
 
 
 def test_a_parameter_that_is_unfrozen_between_forward_and_backward_is_explained(

@@ -24,7 +24,7 @@ _DEEP = 12
 records a region takes some more."""
 _LIBRARY = (
     os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep,
     "<frozen ",
 )
 

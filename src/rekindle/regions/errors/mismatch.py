@@ -49,7 +49,7 @@ def different(
                 "" if found is None else describe(found),
             ),
             ("by", then.op, now.op if now else "(gone when replayed once more)"),
-            ("at", str(then), str(now) if now else ""),
+            ("at", _place(then), _place(now) if now else ""),
             ("", then.source, now.source if now else ""),
         ),
         _cause_of_difference(slot, found, then, now),
@@ -176,7 +176,10 @@ _WIDE = 64
 
 
 def _side_by_side(*rows: tuple[str, str, str]) -> str:
-    table = [("", "forward", "replay"), *((a, _cut(b), _cut(c)) for a, b, c in rows)]
+    table = [
+        ("", "forward", "replay"),
+        *((a, b, c) if a == "at" else (a, _cut(b), _cut(c)) for a, b, c in rows),
+    ]
     label, left = (max(len(row[i]) for row in table) for i in (0, 1))
     return "\n".join(f"    {a.ljust(label)}  {b.ljust(left)}   {c}".rstrip() for a, b, c in table)
 
@@ -185,3 +188,11 @@ def _cut(text: str) -> str:
     """Long text without its middle."""
     half = _WIDE // 2
     return text if len(text) <= _WIDE else f"{text[: half - 1]}…{text[-half:]}"
+
+
+def _place(site: call_sites.Site) -> str:
+    """File and line of a site in full, and as much of its function's name as there is room for."""
+    place = f"{site.file}:{site.line}"
+    room = max(_WIDE - len(place) - len(" in "), 12)
+    name = site.function if len(site.function) <= room else f"…{site.function[1 - room :]}"
+    return f"{place} in {name}"
