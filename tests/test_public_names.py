@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rekindle
 from rekindle.compat import checkpoint as compat
-from rekindle.compile import torch_checkpoint
+from rekindle.compile import hand_over
 
 SOURCE = Path(rekindle.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
@@ -161,7 +161,7 @@ def test_torchs_checkpoint_is_named_in_compile_only(file: str) -> None:
         "_torch.checkpoint",
         "_torch.CheckpointFunction",
         "_torch._checkpoint_without_reentrant_generator",
-        "rekindle.compile.torch_checkpoint.torch_checkpoint",
+        "rekindle.compile.hand_over.torch_checkpoint",
         "torch.utils.checkpoint.checkpoint",
         "torch_module.checkpoint",
     }
@@ -184,7 +184,7 @@ def test_eager_regions_run_without_torchs_engine(
     def taken_away(*args: object, **kwargs: object) -> None:
         raise AssertionError("torch's engine was called")
 
-    monkeypatch.setattr(torch_checkpoint, "torch_checkpoint", taken_away)
+    monkeypatch.setattr(hand_over, "torch_checkpoint", taken_away)
     for name in ("checkpoint", "_checkpoint_without_reentrant_generator", "_CheckpointFrame"):
         monkeypatch.setattr(torch_module, name, taken_away)
     monkeypatch.setattr(torch_module.CheckpointFunction, "apply", taken_away)

@@ -4,7 +4,6 @@ from rekindle import policies
 from rekindle._api.checkpoint import checkpoint, checkpoint_sequential
 from rekindle._api.planning import Point, fit, frontier, profile, solve
 from rekindle._api.selective import create_selective_checkpoint_contexts, name
-from rekindle.compile.torch_checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, noop_context_fn
 from rekindle.errors import CheckpointError, OffloadError, RekindleError
 from rekindle.modules.apply_strategies import Applied, apply, remove
 from rekindle.modules.wrappers import (
@@ -38,6 +37,11 @@ from rekindle.regions.switches import (
     is_recomputing,
     set_checkpoint_debug_enabled,
     set_checkpoint_early_stop,
+)
+from rekindle.torch_private.torch_checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    noop_context_fn,
 )
 
 # Last: compat imports the names above from this module.

@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from rekindle.torch_private.internals import is_traced, reads_metadata
+from rekindle.torch_private.dispatch_modes import TorchDispatchMode, is_traced, reads_metadata
 
 active: list["Observation"] = []
 """The observations that are open now."""

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
 import rekindle
 from rekindle.compat import checkpoint as compat
 from rekindle.compat import checkpoint_wrapper as compat_wrappers
-from rekindle.compile import torch_checkpoint
+from rekindle.torch_private import torch_checkpoint
 from tests.toys import Block, Mlp, Stack, assert_same_step, same_bits
 
 torch_module = torch.utils.checkpoint

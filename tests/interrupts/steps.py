@@ -20,7 +20,10 @@ from rekindle.offload.tiers.workers import workers
 from rekindle.regions.recompute import ambient
 from rekindle.regions.saved_indices import Saves
 from rekindle.regions.selective import recorder as recording
-from rekindle.torch_private import internals
+from rekindle.torch_private.autocast import autocast_level
+from rekindle.torch_private.autograd_graph import exec_group
+from rekindle.torch_private.func_transforms import old_vmap_level
+from rekindle.torch_private.version_counters import versions_excluded
 from tests.toys import Block, same_bits
 
 _ROWS, _DIM = 4, 8
@@ -153,14 +156,14 @@ def settings() -> dict[str, Any]:
             torch.is_autocast_enabled("cpu"),
             torch.get_autocast_dtype("cpu"),
             torch.is_autocast_cache_enabled(),
-            internals.autocast_level(),
+            autocast_level(),
         ),
         "transforms": torch._C._functorch.peek_interpreter_stack(),
-        "vmap level": internals.old_vmap_level(),
-        "excluded keys": internals._is_excluded(internals._VERSIONS),
+        "vmap level": old_vmap_level(),
+        "excluded keys": versions_excluded(),
         "recorded regions": len(recording._running.modes),
         "records nothing": recording._running.is_blind,
-        "exec group": internals.exec_group(),
+        "exec group": exec_group(),
         "observations": len(observation.active),
     }
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import rekindle
 from rekindle.offload.context import _engines
 from rekindle.offload.tiers.spill_file import SpillFile
-from rekindle.torch_private.internals import saved_by
+from rekindle.torch_private.autograd_graph import saved_by
 from tests.offloading import STEPS, leaf, spilling
 from tests.programs import MODES, Mode, Program, differences, format_program, programs
 from tests.programs import run as run_program

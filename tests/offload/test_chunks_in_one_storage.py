@@ -18,7 +18,7 @@ from rekindle import policies
 from rekindle.offload.tiers.disk import DiskTier
 from rekindle.offload.tiers.spill_file import SpillFile
 from rekindle.regions.saved_indices import Saves
-from rekindle.torch_private.internals import saved_by
+from rekindle.torch_private.autograd_graph import saved_by
 from rekindle.torch_private.version_counters import VersionMark
 from tests.offloading import (
     STEPS,

@@ -13,7 +13,7 @@ from torch.nn import functional
 import rekindle
 from rekindle.offload.context import engine_of
 from rekindle.offload.tiers.spill_file import SpillFile
-from rekindle.torch_private.internals import saved_by
+from rekindle.torch_private.autograd_graph import saved_by
 from tests.offloading import (
     STEPS,
     assert_plain_gradients,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rekindle
-from rekindle.torch_private.internals import saved_by
+from rekindle.torch_private.autograd_graph import saved_by
 from tests.offloading import (
     STEPS,
     assert_plain_gradients,

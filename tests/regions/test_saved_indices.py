@@ -18,7 +18,8 @@ from benchmarks.decoder import SHAPES, Decoder
 from rekindle.offload.context import kept
 from rekindle.offload.derive import Derivation
 from rekindle.regions.saved_indices import Saves, derivable
-from rekindle.torch_private.internals import storage_again, top_hooks
+from rekindle.torch_private.saved_tensor_hooks import top_hooks
+from rekindle.torch_private.storages import storage_again
 from tests.toys import leaf, same_bits
 
 ALL = Saves(frozenset(range(1000)), frozenset())

@@ -10,12 +10,7 @@ from torch import Tensor, nn
 
 from rekindle import policies
 from rekindle.compile.graph_breaks import run_outside_graphs
-from rekindle.compile.torch_checkpoint import (
-    hand_over,
-    is_exporting,
-    noop_context_fn,
-    run_traced,
-)
+from rekindle.compile.hand_over import hand_over, is_exporting, run_traced
 from rekindle.regions.recompute.recompute_region import Frame
 from rekindle.regions.recompute.reentrant import CheckpointFunction
 from rekindle.regions.region_options import (
@@ -28,8 +23,11 @@ from rekindle.regions.region_options import (
 from rekindle.regions.selective import eager_location
 from rekindle.regions.selective.policy_contexts import policy_in
 from rekindle.regions.selective.selective_region import Region
+from rekindle.torch_private.dispatch_modes import dispatch_state
 from rekindle.torch_private.dynamo_frames import no_graph_begins, within_compiled_code
-from rekindle.torch_private.internals import dispatch_state, func_transform, top_hooks
+from rekindle.torch_private.func_transforms import func_transform
+from rekindle.torch_private.saved_tensor_hooks import top_hooks
+from rekindle.torch_private.torch_checkpoint import noop_context_fn
 
 
 @no_graph_begins

@@ -31,11 +31,14 @@ from rekindle import (
     set_device_states,
 )
 from rekindle._api.checkpoint import region_of
-from rekindle.compile.torch_checkpoint import run_traced, torch_generator
+from rekindle.compile.hand_over import run_traced
 from rekindle.regions.recompute.rng_state import infer_device_type
 from rekindle.regions.region_options import ContextFn, options_of
 from rekindle.regions.selective.policy_contexts import CachedMode, CachingMode
-from rekindle.torch_private.internals import func_transform, grad_enabled, is_traced
+from rekindle.torch_private.dispatch_modes import is_traced
+from rekindle.torch_private.func_transforms import func_transform
+from rekindle.torch_private.grad_mode import grad_enabled
+from rekindle.torch_private.torch_checkpoint import torch_generator
 
 _CachedTorchDispatchMode = CachedMode
 _CachingTorchDispatchMode = CachingMode

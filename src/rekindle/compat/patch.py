@@ -12,11 +12,11 @@ from types import ModuleType
 from typing import Any, Self
 
 import torch.utils.checkpoint as torch_checkpoints
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_wrappers
 
 from rekindle.compat import checkpoint as our_checkpoints
 from rekindle.compat import checkpoint_wrapper as our_wrappers
-from rekindle.compile.torch_checkpoint import dynamo_swaps
+from rekindle.compile.hand_over import dynamo_swaps
+from rekindle.torch_private.torch_wrappers import torch_wrappers
 
 _PAIRS: tuple[tuple[ModuleType, ModuleType, tuple[str, ...]], ...] = (
     (

@@ -16,7 +16,8 @@ import torch
 import torch.fx.traceback
 from torch import Tensor, nn
 
-_CALL = nn.Module._call_impl.__code__
+from rekindle.torch_private.module_calls import MODULE_CALL
+
 _ROOT = re.compile(r"^[LG]\[.*?\](?:.*\.cell_contents)?")
 _ITEM = re.compile(r"\._modules\[['\"]?([^\]'\"]*)['\"]?\]|\[['\"]?([^\]'\"]*)['\"]?\]")
 _NO_PARTS = {"", "_orig_mod"}
@@ -63,7 +64,7 @@ def _outermost() -> nn.Module | None:
     found: nn.Module | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _CALL:
+        if frame.f_code is MODULE_CALL:
             found = frame.f_locals["self"]
         frame = frame.f_back
     return found

@@ -27,7 +27,8 @@ from rekindle.errors import OffloadError
 from rekindle.offload.activation import Kept, Saved
 from rekindle.regions.selective.decisions import Fate
 from rekindle.regions.selective.offload_bridge import pause, take
-from rekindle.torch_private.internals import keep_graph
+from rekindle.torch_private.autograd_graph import keep_graph
+from rekindle.torch_private.storages import storage_key
 
 _library = Library("rekindle", "FRAGMENT")
 _library.define("send(Tensor[] leaving, Tensor[] staying, str[] fates) -> Tensor[]")
@@ -193,8 +194,7 @@ def _has_fixed_size(node: Any) -> bool:
 
 
 def _memory(node: Any) -> int:
-    key: int = node.meta["val"].untyped_storage()._cdata
-    return key
+    return storage_key(node.meta["val"].untyped_storage())
 
 
 def _add_send(graph: Any, output: Any, leaving: list[Any], staying: list[Any]) -> dict[Any, Any]:

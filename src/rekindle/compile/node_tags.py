@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rekindle.compile.graph_passes import run_our_passes
-from rekindle.compile.torch_checkpoint import CheckpointPolicy
 from rekindle.regions.selective.decisions import Fate
+from rekindle.torch_private.torch_checkpoint import CheckpointPolicy
 
 FATE = "rekindle_fate"
 """Under which a node's `meta` has the fate of what it makes."""

@@ -15,7 +15,8 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from rekindle.torch_private.op_types import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 _CONSTANTS = (
     *(type(None), bool, int, float, complex, str, bytes),

@@ -24,7 +24,7 @@ from rekindle.offload.context import Offload, kept
 from rekindle.policies import Policy
 from rekindle.regions.saved_indices import Saves
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_begins
-from rekindle.torch_private.internals import pop_hooks_to, top_hooks
+from rekindle.torch_private.saved_tensor_hooks import pop_hooks_to, top_hooks
 
 Way = Policy | Offload | Saves | Literal["recompute", "keep", "plain"]
 """How a module runs: under a policy, offloaded, by what autograd saves, recomputed as a whole, kept

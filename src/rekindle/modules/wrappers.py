@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
 from rekindle._api.checkpoint import checkpoint
 from rekindle.offload.context import offload
 from rekindle.torch_private.dynamo_frames import break_graph
+from rekindle.torch_private.torch_wrappers import torch_wrappers as torchs
 
 WRAPPED = "_checkpoint_wrapped_module"
 PREFIX = f"{WRAPPED}."

@@ -23,18 +23,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle.errors import RekindleError
+from rekindle.torch_private.autograd_graph import grad_fn_of
+from rekindle.torch_private.dispatch_modes import below_modes, is_traced, past_modes
 from rekindle.torch_private.dynamo_frames import not_compiled
-from rekindle.torch_private.internals import (
-    below_modes,
-    grad_fn_of,
-    is_traced,
-    past_modes,
-    storage_again,
-    storage_users,
+from rekindle.torch_private.storages import storage_again, storage_users
+from rekindle.torch_private.version_counters import (
+    VersionMark,
+    counter_key,
     version_of,
     versions_of,
 )
-from rekindle.torch_private.version_counters import VersionMark, counter_key
 
 if TYPE_CHECKING:
     from rekindle.offload.derive import Derivation

@@ -21,16 +21,11 @@ from rekindle.offload.tiers.disk import DiskTier
 from rekindle.offload.tiers.host import HostTier
 from rekindle.offload.tiers.staged import StagedDiskTier
 from rekindle.regions.switches import recomputing
+from rekindle.torch_private.cuda import capturing
+from rekindle.torch_private.dispatch_modes import is_traced
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_inside, not_compiled
-from rekindle.torch_private.internals import (
-    capturing,
-    func_transform,
-    is_traced,
-    pop_hooks,
-    pop_hooks_to,
-    push_hooks,
-    top_hooks,
-)
+from rekindle.torch_private.func_transforms import func_transform
+from rekindle.torch_private.saved_tensor_hooks import pop_hooks, pop_hooks_to, push_hooks, top_hooks
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

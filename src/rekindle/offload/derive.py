@@ -22,13 +22,11 @@ from torch.nn import functional
 
 from rekindle.errors import RekindleError
 from rekindle.offload.activation import Source, bytes_of
-from rekindle.torch_private.internals import (
-    any_autocast,
-    saved_by,
-    torch_function_disabled,
-    version_of,
-    without_grad,
-)
+from rekindle.torch_private.autocast import any_autocast
+from rekindle.torch_private.autograd_graph import saved_by
+from rekindle.torch_private.grad_mode import without_grad
+from rekindle.torch_private.torch_function import torch_function_disabled
+from rekindle.torch_private.version_counters import version_of
 
 _Made = Callable[[Any], Callable[..., Tensor]]
 """The op that a node stands for, given the node: some have settings."""

@@ -26,7 +26,9 @@ from rekindle.offload.learned_steps import Lessons
 from rekindle.offload.step_activations import Place, Step
 from rekindle.regions.backward_cleanup import empty_when_backward_ends
 from rekindle.sizes import format_bytes
-from rekindle.torch_private.internals import below_modes, graph_task_id, nodes_so_far, storage_key
+from rekindle.torch_private.autograd_graph import graph_task_id, nodes_so_far
+from rekindle.torch_private.dispatch_modes import below_modes
+from rekindle.torch_private.storages import storage_key
 
 if TYPE_CHECKING:
     from rekindle.offload.offload_options import Options

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from rekindle.regions.selective.op_kinds import Kind, kind_of
-from rekindle.torch_private.internals import ASKS_DEVICE
+from rekindle.torch_private.dispatch_modes import ASKS_DEVICE, TorchDispatchMode
+from rekindle.torch_private.op_types import schema_of
+from rekindle.torch_private.pytrees import tree_leaves
 
 _T, _G, _GIB = 1e12, 1e9, 2**30
 
@@ -230,7 +230,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
 
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """Two products, five in backward; half of each, where nothing looks ahead."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     *batch, tokens, width = given["query"].shape
     product: float = 2.0 * torch.Size(batch).numel() * tokens * given["key"].shape[-2] * width

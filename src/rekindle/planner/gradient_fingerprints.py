@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rekindle.torch_private.internals import past_modes
+from rekindle.torch_private.dispatch_modes import past_modes
 
 _CHUNK = 1 << 18
 """Elements that are looked at at a time: 2 MiB as int64, a few of which are there at once."""

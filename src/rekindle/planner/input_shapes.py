@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from rekindle.torch_private.pytrees import tree_leaves
 
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.compile.compiled_modules import compiled_around
 from rekindle.module_attachment import attach, attached
@@ -30,8 +29,11 @@ from rekindle.planner.ranks.rank_sync import has_others
 from rekindle.regions.selective.offload_bridge import begin_backward
 from rekindle.regions.switches import recomputing
 from rekindle.sizes import format_bytes, parse_bytes
+from rekindle.torch_private.cuda import capturing
 from rekindle.torch_private.data_parallel import sharded_parameters
-from rekindle.torch_private.internals import capturing, func_transform, top_hooks
+from rekindle.torch_private.func_transforms import func_transform
+from rekindle.torch_private.pytrees import tree_leaves, tree_map
+from rekindle.torch_private.saved_tensor_hooks import top_hooks
 
 _log = logging.getLogger("rekindle")
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from rekindle.planner.gradient_fingerprints import Fingerprints, Gathering
 from rekindle.planner.loss import A_FUNCTION, Loss, in_form, scalar_in
@@ -15,7 +14,8 @@ from rekindle.planner.measure.memory_meter import bytes_of, storages_of
 from rekindle.planner.ranks.rank_sync import wait_for_all
 from rekindle.planner.types import LossSource
 from rekindle.regions.recompute.call_on_copies import copies_for
-from rekindle.torch_private.internals import storage_key
+from rekindle.torch_private.pytrees import tree_flatten, tree_leaves
+from rekindle.torch_private.storages import storage_key
 
 
 @dataclass(frozen=True)

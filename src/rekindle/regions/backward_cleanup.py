@@ -4,7 +4,7 @@ import threading
 from typing import Any, Protocol
 from weakref import finalize, ref
 
-from rekindle.torch_private.internals import graph_task_id, when_backward_ends
+from rekindle.torch_private.autograd_graph import graph_task_id, when_backward_ends
 
 
 class Holder(Protocol):

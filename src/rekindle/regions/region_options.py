@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from rekindle.compile.torch_checkpoint import noop_context_fn
 from rekindle.regions import switches
+from rekindle.torch_private.torch_checkpoint import noop_context_fn
 
 ContextFn: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 DeterminismCheck: TypeAlias = Literal["default", "none", "values"]

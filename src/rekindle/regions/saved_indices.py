@@ -15,7 +15,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle import observation
@@ -28,21 +27,15 @@ from rekindle.regions.selective.decisions import AS_PLANNED
 from rekindle.regions.selective.offload_bridge import hooks_of, pause
 from rekindle.regions.selective.op_addresses import block_of
 from rekindle.regions.switches import recomputing
+from rekindle.torch_private.autograd_graph import graph_task_id
+from rekindle.torch_private.cuda import capturing
+from rekindle.torch_private.dispatch_modes import dispatch_modes, entered_modes, is_traced
 from rekindle.torch_private.dynamo_frames import not_compiled
-from rekindle.torch_private.internals import (
-    capturing,
-    dispatch_modes,
-    entered_modes,
-    func_transform,
-    graph_task_id,
-    is_traced,
-    pop_hooks,
-    push_hooks,
-    storage_key,
-    version_of,
-    versions_of,
-)
-from rekindle.torch_private.version_counters import VersionMark
+from rekindle.torch_private.fake_mode import FakeTensor
+from rekindle.torch_private.func_transforms import func_transform
+from rekindle.torch_private.saved_tensor_hooks import pop_hooks, push_hooks
+from rekindle.torch_private.storages import storage_key
+from rekindle.torch_private.version_counters import VersionMark, version_of, versions_of
 
 
 @dataclass(frozen=True)

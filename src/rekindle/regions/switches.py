@@ -4,38 +4,35 @@ Torch has switches of the same names, process-wide values of its module, and its
 regions inside compiled code. There is one of each: ours are torch's values, whoever sets them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from rekindle.compile.torch_checkpoint import torch_module
+from rekindle.torch_private.torch_checkpoint import (
+    force_debug,
+    force_early_stop,
+    forced_debug,
+    forced_early_stop,
+)
 
-_EARLY_STOP = "_enable_checkpoint_early_stop"
-_DEBUG = "_checkpoint_debug_enabled"
 recomputing: ContextVar[bool] = ContextVar("rekindle_recomputing", default=False)
 
 
-def early_stop() -> bool | None:
-    """What early stop is forced to, or None."""
-    return torch_module._enable_checkpoint_early_stop
-
-
-def debug() -> bool | None:
-    """What debug is forced to, or None."""
-    return torch_module._checkpoint_debug_enabled
+early_stop = forced_early_stop
+debug = forced_debug
 
 
 @contextmanager
-def _set(name: str, value: Any) -> Iterator[None]:
-    before = getattr(torch_module, name)
+def _forced(get: Callable[[], Any], force: Callable[[Any], None], value: Any) -> Iterator[None]:
+    before = get()
     try:
-        setattr(torch_module, name, value)
+        force(value)
         yield
     finally:
-        setattr(torch_module, name, before)
+        force(before)
 
 
 @contextmanager
@@ -47,7 +44,7 @@ def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
     >>> with rekindle.set_checkpoint_early_stop(False):
     ...     y = rekindle.checkpoint(torch.exp, x)
     """
-    with _set(_EARLY_STOP, enable):
+    with _forced(forced_early_stop, force_early_stop, enable):
         yield
 
 
@@ -60,7 +57,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
     >>> with rekindle.set_checkpoint_debug_enabled(True):
     ...     y = rekindle.checkpoint(torch.exp, x)
     """
-    with _set(_DEBUG, enabled):
+    with _forced(forced_debug, force_debug, enabled):
         yield
 
 

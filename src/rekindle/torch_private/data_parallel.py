@@ -17,15 +17,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-
-def in_process_group() -> bool:
-    """Whether this process is a rank, be it the only one, so that gradients may be reduced."""
-    return dist.is_available() and dist.is_initialized()
-
+from rekindle.torch_private.process_groups import in_process_group
 
 # DDP
 

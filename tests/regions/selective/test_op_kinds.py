@@ -21,7 +21,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import rekindle
 from rekindle import policies
-from rekindle.torch_private.internals import dispatch_modes, top_hooks
+from rekindle.torch_private.dispatch_modes import dispatch_modes
+from rekindle.torch_private.saved_tensor_hooks import top_hooks
 from tests.ranks import one_rank
 from tests.regions.selective.test_op_names import POLICIES, check
 from tests.toys import Mlp, assert_same_step, same_bits

@@ -35,7 +35,8 @@ from rekindle.policies import (
     spill,
 )
 from rekindle.regions.selective.recorder import is_recording
-from rekindle.torch_private.internals import dispatch_modes, top_hooks
+from rekindle.torch_private.dispatch_modes import dispatch_modes
+from rekindle.torch_private.saved_tensor_hooks import top_hooks
 from tests.toys import assert_same_step
 
 aten = torch.ops.aten

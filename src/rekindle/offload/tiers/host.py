@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rekindle.offload.tiers.base import Copy, Tier
 from rekindle.offload.tiers.pinned import PinnedPool, Room
-from rekindle.torch_private.internals import current_cuda_device, device_segments
+from rekindle.torch_private.cuda import current_cuda_device, device_segments
 
 
 class HostTier(Tier):

@@ -9,8 +9,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.modules.apply_strategies import apply, undo
 from rekindle.planner.candidate_to_strategy import what_of
@@ -22,6 +20,8 @@ from rekindle.planner.trace.step_trace import without_graph
 from rekindle.planner.types import Option
 from rekindle.regions.recompute import ambient
 from rekindle.regions.saved_indices import derivable
+from rekindle.torch_private.fake_mode import FakeTensor
+from rekindle.torch_private.pytrees import tree_leaves, tree_map
 
 _HEAD_START = 0.1
 """Seconds that a device is kept busy at first, until it is known how long the host takes."""

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from rekindle.regions.recompute import ambient
 from rekindle.regions.recompute.torch_state import entered
-from rekindle.torch_private.internals import past_modes
+from rekindle.torch_private.dispatch_modes import TorchDispatchMode, past_modes
+from rekindle.torch_private.pytrees import tree_map
 
 
 @contextmanager

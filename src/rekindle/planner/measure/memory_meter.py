@@ -12,11 +12,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
-from rekindle.torch_private.internals import entered_modes
+from rekindle.torch_private.dispatch_modes import (
+    TorchDispatchMode,
+    entered_modes,
+    is_traceable_wrapper_subclass,
+)
+from rekindle.torch_private.fake_mode import FakeTensor
+from rekindle.torch_private.pytrees import tree_leaves
+from rekindle.torch_private.storages import storage_key
 
 
 class Meter(Protocol):
@@ -92,7 +96,7 @@ class _Tally:
         """Of storages, by their addresses."""
         self._known = [storage for tensor in known for storage in storages_of(tensor)]
         """Held, so that no other storage gets their addresses."""
-        self._before = {*before, *(storage._cdata for storage in self._known)}
+        self._before = {*before, *(storage_key(storage) for storage in self._known)}
         self._resets = False
 
     def now(self) -> int:
@@ -194,7 +198,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _see(self, tensor: Tensor) -> None:
         for storage in storages_of(tensor):
-            address, nbytes = storage._cdata, storage.nbytes()
+            address, nbytes = storage_key(storage), storage.nbytes()
             seen = self._alive.get(address)
             if seen is None:
                 weakref.finalize(storage, _forget, weakref.ref(self), address)
@@ -324,4 +328,4 @@ def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """The size of some tensors on this rank, each storage once."""
     storages = (storage for tensor in tensors for storage in storages_of(tensor))
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())

@@ -23,11 +23,11 @@ from rekindle.planner.training_step import Step
 from rekindle.regions.recompute.reachable_state import generators_of
 from rekindle.torch_private.data_parallel import (
     gradient_set_aside,
-    in_process_group,
     reducers_idle,
     sharded_gradients_set_aside,
     sharded_parameters,
 )
+from rekindle.torch_private.process_groups import in_process_group
 
 Rewind = Callable[[], None]
 OnGradient = Callable[[str, Tensor], None]

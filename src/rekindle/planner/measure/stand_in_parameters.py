@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from rekindle.planner.trace.fake_tensors import places_of
+from rekindle.torch_private.tensor_identity import as_subclass_requiring_grad
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     kind, values = type(parameter), parameter.detach()
     is_plain = issubclass(kind, nn.Parameter) and type(values) is Tensor
     other: nn.Parameter = (
-        torch.Tensor._make_subclass(kind, values, True) if is_plain else nn.Parameter(values)
+        as_subclass_requiring_grad(kind, values) if is_plain else nn.Parameter(values)
     )
     for name, value in vars(parameter).items():
         vars(other).setdefault(name, value)

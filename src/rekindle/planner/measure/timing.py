@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from rekindle.planner.devices import Device, estimating
+from rekindle.torch_private.cuda import spin_device
 
 RUNS = 3
 """How often something is timed; the shortest counts."""
@@ -56,7 +57,7 @@ class DeviceClock:
     def keep_busy(self, seconds: float) -> None:
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
-            torch.cuda._sleep(int(seconds * _CYCLES))
+            spin_device(int(seconds * _CYCLES))
 
     def mark(self) -> tuple[float, Any]:
         host = time.perf_counter()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rekindle.errors import RekindleError
 from rekindle.planner.ranks.failures import Failure, failure_of
-from rekindle.torch_private.internals import default_store, part_of_store
+from rekindle.torch_private.process_groups import default_store, part_of_store
 
 _Value = TypeVar("_Value")
 _Error = TypeVar("_Error", bound=Exception)

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from rekindle.planner.ranks.rank_calls import Ranks
-from rekindle.torch_private.data_parallel import in_process_group
-from rekindle.torch_private.internals import FAKE, entered_mode
+from rekindle.torch_private.dispatch_modes import FAKE, entered_mode
+from rekindle.torch_private.process_groups import in_process_group
 
 _Value = TypeVar("_Value")
 _Error = TypeVar("_Error", bound=Exception)

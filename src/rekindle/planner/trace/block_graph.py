@@ -18,8 +18,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rekindle.offload.activation import Kept, unpack
 from rekindle.planner.devices import Device, seconds_of
@@ -30,7 +28,14 @@ from rekindle.regions.selective.op_addresses import (
     is_parameter,
 )
 from rekindle.regions.selective.op_kinds import Kind, can_be_run_again, kind_of
-from rekindle.torch_private.internals import ASKS_DEVICE, is_traced, past_modes, storage_key
+from rekindle.torch_private.dispatch_modes import (
+    ASKS_DEVICE,
+    TorchDispatchMode,
+    is_traced,
+    past_modes,
+)
+from rekindle.torch_private.pytrees import tree_leaves
+from rekindle.torch_private.storages import storage_key
 
 
 @dataclass(frozen=True)

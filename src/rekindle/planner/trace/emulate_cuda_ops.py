@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from rekindle.torch_private.internals import torch_function_disabled
+from rekindle.torch_private.fake_mode import FakeTensor
+from rekindle.torch_private.torch_function import torch_function_disabled
 
 
 class AsOnCuda(TorchFunctionMode):

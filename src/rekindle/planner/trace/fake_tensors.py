@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
+
+from rekindle.errors import RekindleError
+from rekindle.planner.trace.emulate_cuda_ops import AsOnCuda
+from rekindle.torch_private.dispatch_modes import ASKS_DEVICE, TorchDispatchMode, past_modes
+from rekindle.torch_private.fake_mode import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-
-from rekindle.errors import RekindleError
-from rekindle.planner.trace.emulate_cuda_ops import AsOnCuda
-from rekindle.torch_private.internals import ASKS_DEVICE, past_modes, storage_key
+from rekindle.torch_private.pytrees import tree_leaves, tree_map
+from rekindle.torch_private.storages import storage_key
 
 CPU = torch.device("cpu")
 

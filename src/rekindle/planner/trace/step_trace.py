@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.errors import RekindleError
 from rekindle.modules.apply_strategies import apply, undo
@@ -30,7 +29,8 @@ from rekindle.planner.ranks.rank_sync import wait_for_all
 from rekindle.planner.training_step import Step
 from rekindle.regions.recompute import ambient
 from rekindle.torch_private.data_parallel import sharded_parameters
-from rekindle.torch_private.internals import storage_key
+from rekindle.torch_private.pytrees import tree_leaves, tree_map
+from rekindle.torch_private.storages import storage_key
 
 Call = tuple[Any, Any]
 """Positional and keyword arguments."""

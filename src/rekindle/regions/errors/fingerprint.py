@@ -21,13 +21,10 @@ from torch import Tensor
 from rekindle.regions.errors import mismatch
 from rekindle.regions.errors.call_sites import RawSite
 from rekindle.regions.errors.op_trace import describe
-from rekindle.torch_private.internals import (
-    current_node,
-    past_modes,
-    saved_by,
-    version_of,
-    without_grad,
-)
+from rekindle.torch_private.autograd_graph import current_node, saved_by
+from rekindle.torch_private.dispatch_modes import past_modes
+from rekindle.torch_private.grad_mode import without_grad
+from rekindle.torch_private.version_counters import version_of
 
 if TYPE_CHECKING:
     from rekindle.regions.recompute.collect import Collected

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from rekindle.observation import OpMode
 from rekindle.regions.errors import call_sites
-from rekindle.torch_private.internals import shape_of
+from rekindle.torch_private.pytrees import tree_leaves
+from rekindle.torch_private.tensor_identity import shape_of
 
 _CONTEXT = 2
 """How many ops that still agree are shown before the first that does not."""

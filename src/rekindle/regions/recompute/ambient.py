@@ -5,24 +5,25 @@ which attention kernels are allowed (`sdpa_kernel`), and the names of functions 
 regions run with nothing of it changed, and then taking it is a handful of calls and one tuple.
 """
 
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 
-from rekindle.torch_private.internals import (
+from rekindle.torch_private.autocast import any_autocast, autocast_level, set_autocast_level
+from rekindle.torch_private.cuda import cuda_in_use
+from rekindle.torch_private.kernel_switches import (
+    ALLOW_ATTENTION,
+    ATTENTION_ALLOWED,
+    attention_order,
+    set_attention_order,
+    settle_attention_order,
+)
+from rekindle.torch_private.torch_function import (
     TORCH_FUNCTION_ON,
-    any_autocast,
-    autocast_level,
-    below_modes,
-    cuda_in_use,
     function_modes,
-    set_autocast_level,
     set_torch_function_state,
-    torch_function_disabled,
     torch_function_on,
 )
 
@@ -34,13 +35,7 @@ Ambient: TypeAlias = tuple[Any, ...]
 in which attention kernels are tried, casts and default device; equal when a region would run alike.
 The last three are None when there are none."""
 
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
-_flash, _mem_efficient, _math, _cudnn = (
-    getattr(torch._C, f"_get_{name}_sdp_enabled") for name in _ATTENTION
-)
-_priority = torch._C._get_sdp_priority_order
-set_priority = torch._C._set_sdp_priority_order
-_allow = tuple(getattr(torch._C, f"_set_sdp_use_{name}") for name in _ATTENTION)
+_flash, _mem_efficient, _math, _cudnn = ATTENTION_ALLOWED
 _default_dtype = torch.get_default_dtype
 
 
@@ -62,25 +57,8 @@ def take() -> Ambient:
 
 def _order() -> tuple[int, ...]:
     """In which order attention kernels are tried."""
-    _settle_order()
-    return tuple(_priority())
-
-
-@cache
-def _settle_order() -> None:
-    """Have torch find its own order, which else it does at the first attention of the process.
-
-    That may be the one in the region: its replay would go by the order from before.
-    """
-    allowed = _flash(), _mem_efficient(), _math(), _cudnn()
-    with below_modes(), torch_function_disabled():
-        try:
-            for allow in _allow:
-                allow(True)
-            q = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
-            torch._fused_sdp_choice(q, q, q)
-        finally:
-            tuple(map(operator.call, _allow, allowed))
+    settle_attention_order()
+    return tuple(attention_order())
 
 
 def has_autocast(then: Ambient) -> bool:
@@ -110,7 +88,7 @@ def enter(then: Ambient) -> None:
     if torch_function and not torch_function_now:
         set_torch_function_state(TORCH_FUNCTION_ON)
     if priority is not None and priority_now != priority:
-        set_priority(list(priority))
+        set_attention_order(list(priority))
     if device_now != device:
         (device or torch.device("cpu")).__enter__()
     casts = casts or tuple(_all_off(casts_now or ()))
@@ -121,7 +99,7 @@ def enter(then: Ambient) -> None:
 
 def allow_attention(wanted: Sequence[bool], now: Sequence[bool]) -> None:
     """Allow these of the four kinds of attention kernels, and no others."""
-    for allow, before, after in zip(_allow, wanted, now, strict=True):
+    for allow, before, after in zip(ALLOW_ATTENTION, wanted, now, strict=True):
         if before != after:
             allow(before)
 

@@ -38,8 +38,10 @@ from rekindle.regions.errors.call_sites import RawSite, frame_at, library, recor
 from rekindle.regions.recompute.containers import PACKING
 from rekindle.regions.recompute.early_stop import stop_inside
 from rekindle.regions.recompute.slots import Slot, filled
+from rekindle.torch_private.autograd_graph import is_view
+from rekindle.torch_private.dispatch_modes import PROXY, entered_mode
 from rekindle.torch_private.dynamo_frames import not_compiled
-from rekindle.torch_private.internals import PROXY, StandInHook, entered_mode, pop_hooks, push_hooks
+from rekindle.torch_private.saved_tensor_hooks import StandInHook, pop_hooks, push_hooks
 
 if TYPE_CHECKING:
     from rekindle.regions.errors.fingerprint import Fingerprints
@@ -139,7 +141,7 @@ class Collected:
         return (
             x.requires_grad
             or position in self.parameters
-            or (x._is_view() and isinstance(x._base, nn.Parameter))
+            or (is_view(x) and isinstance(x._base, nn.Parameter))
         )
 
     def may_be_unwritten(self, sites: Sequence[RawSite]) -> bool:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from torch import Tensor
-from torch.utils._pytree import SUPPORTED_NODES
 
 from rekindle.regions.recompute.object_state import Layout, layout_of
 from rekindle.regions.recompute.random_generators import ATOMS
-from rekindle.torch_private.internals import grad_enabled, set_grad_enabled
+from rekindle.torch_private.grad_mode import grad_enabled, set_grad_enabled
+from rekindle.torch_private.pytrees import SUPPORTED_NODES
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 

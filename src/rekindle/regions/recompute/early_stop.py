@@ -11,8 +11,7 @@ backward needs is there by then, and what the region runs after that is nobody's
 import sys
 from types import CodeType, FrameType
 
-from torch import nn
-from torch.nn.modules import module as torch_modules
+from rekindle.torch_private.module_calls import MODULE_CALL_WITH_HOOKS, has_always_called_hooks
 
 
 class Stop(BaseException):
@@ -23,18 +22,6 @@ class StopForHooks(Exception):  # noqa: N818
     """Ends a replay inside a module that has a hook to be called on an Exception."""
 
 
-_globally: dict[int, bool] = getattr(torch_modules, "_global_forward_hooks_always_called", {})
-"""Hooks of all modules that are always called, by their ids. No public form."""
-
-_call = nn.Module._call_impl.__code__
-_CALL_WITH_HOOKS: CodeType = next(
-    (code for code in _call.co_consts if isinstance(code, CodeType) and code.co_name == "inner"),
-    _call,
-)
-"""The code that runs a module which has hooks of any kind. No public form; tried on torch 2.11 and
-2.13."""
-
-
 def stop_inside(replay: CodeType) -> Stop | StopForHooks:
     """The exception to stop with; `replay` is the code that runs the region again.
 
@@ -42,9 +29,9 @@ def stop_inside(replay: CodeType) -> Stop | StopForHooks:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not replay:
-        if frame.f_code is _CALL_WITH_HOOKS:
-            module = frame.f_locals.get("self")
-            if _globally or getattr(module, "_forward_hooks_always_called", None):
-                return StopForHooks()
+        if frame.f_code is MODULE_CALL_WITH_HOOKS and has_always_called_hooks(
+            frame.f_locals.get("self")
+        ):
+            return StopForHooks()
         frame = frame.f_back
     return Stop()

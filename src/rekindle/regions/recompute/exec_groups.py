@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from rekindle.torch_private.internals import exec_group, set_exec_group
+from rekindle.torch_private.autograd_graph import exec_group, set_exec_group
 
 
 class GraphExecGroup:

@@ -26,8 +26,8 @@ from rekindle.regions.recompute.containers import Hooks, hand_tensors
 from rekindle.regions.recompute.packing import Packing
 from rekindle.regions.recompute.random_generators import PLAIN
 from rekindle.regions.recompute.unpacking import Fresh, paths_of_tensors
-from rekindle.torch_private.internals import version_of
-from rekindle.torch_private.version_counters import counter_owner
+from rekindle.torch_private.autograd_graph import tensor_hooks
+from rekindle.torch_private.version_counters import counter_owner, version_of
 
 
 class Inputs:
@@ -123,7 +123,7 @@ class Inputs:
             self._args = self._kwargs = None
         if self._changed is not None or hooked:
             self._tensors = []
-        self._hooks = [len(t._backward_hooks or ()) for t in self._tensors]
+        self._hooks = [len(tensor_hooks(t) or ()) for t in self._tensors]
         if self.state is not None:
             self.state.close()
 
@@ -174,6 +174,6 @@ class Inputs:
     def take_off_hooks(self) -> None:
         """A hook that a region puts on an argument is there already: the replay's goes."""
         for tensor, count in zip(self._tensors, self._hooks, strict=False):
-            hooks = tensor._backward_hooks
+            hooks = tensor_hooks(tensor)
             while hooks and len(hooks) > count:
                 hooks.popitem()

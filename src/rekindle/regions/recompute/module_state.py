@@ -24,11 +24,13 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rekindle.regions.recompute import module_attributes
-from rekindle.torch_private.internals import capturing, dispatch_modes, past_modes, version_of
+from rekindle.torch_private.cuda import capturing
+from rekindle.torch_private.dispatch_modes import dispatch_modes, past_modes
+from rekindle.torch_private.fake_mode import FakeTensor
+from rekindle.torch_private.version_counters import version_of
 
 _SMALL = 1 << 16
 _ENOUGH = 8

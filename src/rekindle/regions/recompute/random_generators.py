@@ -25,9 +25,10 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rekindle.regions.recompute import rng_state as random_state
+from rekindle.torch_private.dispatch_modes import TorchDispatchMode
+from rekindle.torch_private.tensor_identity import generator_key
 
 PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -282,12 +283,6 @@ def _at(kind: type, path: _Path) -> Any:
     return None if function is None else function.__globals__.get(path[-1])
 
 
-def _key(generator: torch.Generator) -> int:
-    """What stays the same of a generator: ops are given another object for it each time."""
-    key: int = generator._cdata  # type: ignore[attr-defined]
-    return key
-
-
 class DrawWatch(TorchDispatchMode):
     """Entered around a forward: takes each generator's state before an op first draws from it.
 
@@ -299,9 +294,9 @@ class DrawWatch(TorchDispatchMode):
     def __init__(self, region: HasRng) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._region = region
-        self._known = {_key(torch.default_generator)}
+        self._known = {generator_key(torch.default_generator)}
         if region.rng is not None:
-            self._known.update(_key(generator) for generator, _ in region.rng[1])
+            self._known.update(generator_key(generator) for generator, _ in region.rng[1])
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -311,8 +306,8 @@ class DrawWatch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, torch.Generator) and _key(value) not in self._known:
-                self._known.add(_key(value))
+            if isinstance(value, torch.Generator) and generator_key(value) not in self._known:
+                self._known.add(generator_key(value))
                 state = self._region.rng
                 if state is not None:
                     drawn = (value, value.get_state())

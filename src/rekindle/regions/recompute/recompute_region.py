@@ -55,27 +55,19 @@ from rekindle.regions.recompute.slots import Slot, filled, read_value, unpack
 from rekindle.regions.recompute.torch_state import Surroundings
 from rekindle.regions.region_options import Options
 from rekindle.regions.switches import recomputing
-from rekindle.torch_private.dynamo_frames import not_compiled
-from rekindle.torch_private.internals import (
-    PROXY,
-    cuda_in_use,
-    entered_mode,
+from rekindle.torch_private.autograd_graph import (
     exec_group,
-    func_transform,
-    grad_enabled,
     graph_task_id,
     keep_graph,
-    old_vmap_level,
-    outside_inference_mode,
-    pop_hooks,
-    pop_hooks_to,
-    push_hooks,
     runs_whole_graph,
-    set_dispatch_state,
-    set_grad_enabled,
-    shape_of,
-    top_hooks,
 )
+from rekindle.torch_private.cuda import cuda_in_use
+from rekindle.torch_private.dispatch_modes import PROXY, entered_mode, set_dispatch_state
+from rekindle.torch_private.dynamo_frames import not_compiled
+from rekindle.torch_private.func_transforms import func_transform, old_vmap_level
+from rekindle.torch_private.grad_mode import grad_enabled, outside_inference_mode, set_grad_enabled
+from rekindle.torch_private.saved_tensor_hooks import pop_hooks, pop_hooks_to, push_hooks, top_hooks
+from rekindle.torch_private.tensor_identity import shape_of
 
 _getframe = sys._getframe
 _NOTHING = nullcontext()

@@ -21,13 +21,10 @@ from rekindle.regions.recompute.random_generators import DrawWatch
 from rekindle.regions.recompute.reachable_state import reached_from
 from rekindle.regions.recompute.torch_state import Surroundings
 from rekindle.regions.switches import recomputing
+from rekindle.torch_private.autograd_graph import runs_whole_graph
+from rekindle.torch_private.cuda import cuda_in_use
 from rekindle.torch_private.dynamo_frames import not_compiled
-from rekindle.torch_private.internals import (
-    cuda_in_use,
-    runs_whole_graph,
-    set_grad_enabled,
-    without_grad,
-)
+from rekindle.torch_private.grad_mode import set_grad_enabled, without_grad
 
 
 def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from rekindle.torch_private.internals import cuda_in_use, current_cuda_device
+from rekindle.torch_private.cuda import cuda_in_use, current_cuda_device
+from rekindle.torch_private.pytrees import tree_leaves
 
 RngState: TypeAlias = tuple[Tensor, tuple[tuple[torch.Generator, Tensor], ...]]
 """The state of the CPU's generator, and of every other that a region may draw from."""

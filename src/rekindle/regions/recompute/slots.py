@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rekindle.torch_private.autograd_graph import grad_fn_of
 from rekindle.torch_private.dynamo_frames import not_compiled
-from rekindle.torch_private.internals import grad_fn_of
 
 if TYPE_CHECKING:
     from rekindle.regions.recompute.recompute_region import Frame

@@ -21,14 +21,12 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from rekindle.torch_private.internals import (
-    detached,
-    grad_fn_of,
-    past_modes,
-    set_version,
-    storage_key,
-    version_of,
-)
+from rekindle.torch_private.autograd_graph import grad_fn_of
+from rekindle.torch_private.dispatch_modes import past_modes
+from rekindle.torch_private.pytrees import tree_leaves
+from rekindle.torch_private.storages import storage_key
+from rekindle.torch_private.torch_function import subclass_functions_disabled
+from rekindle.torch_private.version_counters import detached, set_version, version_of
 
 Path: TypeAlias = tuple[Any, ...]
 """Where something is among the arguments: the path of what holds it, a kind of step, and a key."""
@@ -210,9 +208,9 @@ class UnavailableTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with subclass_functions_disabled():
                 return func(*args, **(kwargs or {}))
-        for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+        for value in tree_leaves((args, kwargs)):
             if isinstance(value, UnavailableTensor):
                 error: Exception = vars(value)["error"]()
                 raise error

@@ -21,27 +21,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils import _device
 
 from rekindle.regions.recompute import ambient
 from rekindle.regions.switches import recomputing
-from rekindle.torch_private.internals import (
+from rekindle.torch_private.autocast import autocast_level, set_autocast_level
+from rekindle.torch_private.cuda import cuda_in_use
+from rekindle.torch_private.dispatch_modes import dispatch_state, set_dispatch_state
+from rekindle.torch_private.func_transforms import (
     LeftTransforms,
-    autocast_level,
-    cuda_in_use,
-    dispatch_state,
-    entered_function_modes,
     func_transform,
-    grad_enabled,
     old_vmap_level,
-    pop_hooks_to,
-    set_autocast_level,
-    set_dispatch_state,
-    set_function_modes,
-    set_grad_enabled,
     set_old_vmap_level,
+)
+from rekindle.torch_private.grad_mode import grad_enabled, set_grad_enabled
+from rekindle.torch_private.kernel_switches import set_attention_order
+from rekindle.torch_private.saved_tensor_hooks import pop_hooks_to, top_hooks
+from rekindle.torch_private.torch_function import (
+    default_device_mode_state,
+    entered_function_modes,
+    set_default_device_mode_state,
+    set_function_modes,
     set_torch_function_state,
-    top_hooks,
     torch_function_state,
 )
 
@@ -56,7 +56,7 @@ class Surroundings:
         self._dispatch = dispatch_state()
         self._function_modes = entered_function_modes()
         self._function_state = torch_function_state()
-        self._device = _device.CURRENT_DEVICE
+        self._device = default_device_mode_state()
         self._vmap_level = old_vmap_level()
         self._transforms = None if func_transform() is None else LeftTransforms()
         self._autocast_level = autocast_level()
@@ -78,7 +78,7 @@ class Surroundings:
         set_dispatch_state(self._dispatch)
         set_function_modes(self._function_modes)
         set_torch_function_state(self._function_state)
-        _device.CURRENT_DEVICE = self._device
+        set_default_device_mode_state(self._device)
         if old_vmap_level() != self._vmap_level:
             set_old_vmap_level(self._vmap_level)
         if self._transforms is not None:
@@ -95,7 +95,7 @@ class Surroundings:
             torch.set_default_dtype(dtype)
         ambient.allow_attention(attention, ambient.take()[1:5])
         if priority is not None and cuda_in_use():
-            ambient.set_priority(list(priority))
+            set_attention_order(list(priority))
 
 
 @contextmanager

@@ -13,8 +13,7 @@ from rekindle.regions.recompute.containers import AsItIs, Container, PackedTenso
 from rekindle.regions.recompute.object_state import ObjectState
 from rekindle.regions.recompute.random_generators import PLAIN
 from rekindle.regions.recompute.state_tensors import Path, TensorState
-from rekindle.torch_private.internals import version_of
-from rekindle.torch_private.version_counters import counter_owner
+from rekindle.torch_private.version_counters import counter_owner, version_of
 
 if TYPE_CHECKING:
     from rekindle.regions.recompute.call_state import CallState

@@ -8,7 +8,7 @@ would hold them for as long as its activations; so it makes them again, as in th
 import torch
 from torch import Tensor, nn
 
-from rekindle.torch_private.internals import version_of
+from rekindle.torch_private.version_counters import version_of
 
 CAST = torch.ops.aten._to_copy.default
 

@@ -23,14 +23,10 @@ from rekindle.regions.errors.call_sites import RawSite, frame_at, library, with_
 from rekindle.regions.recompute.recompute_region import Frame
 from rekindle.regions.recompute.slots import Slot
 from rekindle.regions.region_options import Options
-from rekindle.torch_private.internals import (
-    PROXY,
-    entered_mode,
-    grad_fn_of,
-    nodes_so_far,
-    shape_of,
-    storage_key,
-)
+from rekindle.torch_private.autograd_graph import grad_fn_of, nodes_so_far, sequence_number
+from rekindle.torch_private.dispatch_modes import PROXY, entered_mode
+from rekindle.torch_private.storages import storage_key
+from rekindle.torch_private.tensor_identity import shape_of
 
 _WRITER = "torch._inductor.runtime.compile_tasks"
 """The module that loads what inductor writes, whose names begin with its own. No public form; tried
@@ -128,8 +124,7 @@ class GraphFrame(Frame):
         node = grad_fn_of(tensor)
         if node is None or not _is_compiled(getattr(node, "_forward_cls", None)):
             return False
-        number: int = node._sequence_nr()
-        return number >= self._first_node
+        return sequence_number(node) >= self._first_node
 
     def slot_for(self, x: Tensor, site: RawSite) -> Slot:
         """A slot for a tensor that autograd saves, which a replay fills."""

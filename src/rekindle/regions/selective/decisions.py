@@ -3,8 +3,8 @@
 from enum import Enum
 from typing import Any
 
-from rekindle.compile.torch_checkpoint import CheckpointPolicy
 from rekindle.offload.offload_options import TierName
+from rekindle.torch_private.torch_checkpoint import CheckpointPolicy
 
 
 class Fate(Enum):

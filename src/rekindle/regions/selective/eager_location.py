@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.compile import graph_location as traced
-from rekindle.compile.torch_checkpoint import TorchSelectiveContext
 from rekindle.regions.recompute.ambient import names
-
-CALL = nn.Module._call_impl.__code__
+from rekindle.torch_private.module_calls import MODULE_CALL
+from rekindle.torch_private.torch_checkpoint import TorchSelectiveContext
 
 
 class SelectiveCheckpointContext(TorchSelectiveContext):
@@ -130,7 +129,7 @@ def module_path() -> str:
     regions: list[tuple[Any, int]] = []
     for frame in _stack():
         code = frame.f_code
-        if code is CALL:
+        if code is MODULE_CALL:
             modules.append(frame.f_locals["self"])
         elif code in replays:
             above, parent = frame.f_locals["self"].path or ("", None)
@@ -152,7 +151,7 @@ def path_in(region: Any) -> str | None:
         return None
     modules: list[nn.Module] = []
     for frame in _stack():
-        if frame.f_code is CALL:
+        if frame.f_code is MODULE_CALL:
             modules.append(frame.f_locals["self"])
         elif frame.f_code in forwards and frame.f_locals.get("region") is region:
             return _joined("", [*modules, root])

@@ -11,7 +11,7 @@ from rekindle.offload.context import Engine, engine_of
 from rekindle.offload.offload_options import Options, TierName, options_of
 from rekindle.regions.selective.decisions import AS_PLANNED, Fate
 from rekindle.regions.selective.op_graph import Hooks
-from rekindle.torch_private.internals import with_versions
+from rekindle.torch_private.version_counters import with_versions
 
 
 @cache

@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from rekindle.regions.selective.decisions import Fate
-from rekindle.regions.selective.eager_location import CALL, forwards
+from rekindle.regions.selective.eager_location import forwards
+from rekindle.torch_private.module_calls import MODULE_CALL
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -58,7 +59,7 @@ class Whereabouts:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            if code is CALL:
+            if code is MODULE_CALL:
                 path: str | None = paths.get(id(frame.f_locals["self"]))
                 if path is not None:
                     return path

@@ -25,19 +25,16 @@ from rekindle.regions.recompute import slots
 from rekindle.regions.recompute.collect import Collected
 from rekindle.regions.recompute.torch_state import Surroundings
 from rekindle.regions.selective import kernel_backends
-from rekindle.torch_private.internals import (
-    any_autocast,
+from rekindle.torch_private.autocast import any_autocast
+from rekindle.torch_private.func_transforms import func_transform, old_vmap_level
+from rekindle.torch_private.grad_mode import (
     below_autograd,
-    detached,
-    func_transform,
     grad_enabled,
-    old_vmap_level,
     outside_inference_mode,
     set_grad_enabled,
-    version_of,
-    with_versions,
     without_grad,
 )
+from rekindle.torch_private.version_counters import detached, version_of, with_versions
 
 if TYPE_CHECKING:
     from weakref import ref

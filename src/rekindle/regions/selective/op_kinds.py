@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rekindle.torch_private.internals import grad_enabled, reads_metadata
+from rekindle.torch_private.dispatch_modes import reads_metadata
+from rekindle.torch_private.grad_mode import grad_enabled
+from rekindle.torch_private.op_types import schema_of
 
 
 class Kind(Enum):
@@ -51,12 +53,13 @@ def depends_on_grad_mode(func: Any) -> bool:
 
 def kind_of(func: Any) -> Kind:
     """The kind of an op."""
-    if not hasattr(func, "_schema"):
+    schema = schema_of(func)
+    if schema is None:
         return Kind.PURE if func.name() in _PURE_OPERATORS else Kind.OPAQUE
     if reads_metadata(func):
         return Kind.METADATA
     name = func.name().split("::")[-1].split(".")[0]
-    if func._schema.is_mutable:
+    if schema.is_mutable:
         return Kind.CHANGES
     if any(part in name for part in _CHANGES_BUFFERS):
         return Kind.OPAQUE

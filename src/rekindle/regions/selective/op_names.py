@@ -6,7 +6,15 @@ from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from rekindle.torch_private.op_types import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    overload_name,
+    packet_name,
+    schema_of,
+)
 
 Op: TypeAlias = OpOverload | OpOverloadPacket | HigherOrderOperator | type
 
@@ -56,9 +64,9 @@ def matches(op: Any, ops: "frozenset[Op]") -> bool:
 def name_of(op: Op) -> Any:
     """An op by its name, as `op_of` takes it; an `autograd.Function` as it is."""
     if isinstance(op, OpOverload):
-        return f"{op._schema.name}.{op._overloadname}"
+        return overload_name(op)
     if isinstance(op, OpOverloadPacket):
-        return str(op._qualified_op_name)
+        return packet_name(op)
     return op if isinstance(op, type) else f"higher_order::{op.name()}"
 
 
@@ -93,4 +101,4 @@ def cheap(op: Any) -> bool:
         return False
     if torch.Tag.pointwise in op.tags or op.is_view:
         return True
-    return op.namespace == "aten" and op._schema.name.partition("::")[2] in _CHEAP
+    return op.namespace == "aten" and schema_of(op).name.partition("::")[2] in _CHEAP

@@ -11,19 +11,20 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.compile import graph_location, node_tags
-from rekindle.compile.torch_checkpoint import (
+from rekindle.errors import CheckpointError
+from rekindle.regions.selective.decisions import AS_PLANNED, FOR_TORCH, Fate, fate_of
+from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
+from rekindle.torch_private.dispatch_modes import TorchDispatchMode, is_traced
+from rekindle.torch_private.grad_mode import without_grad
+from rekindle.torch_private.pytrees import tree_leaves, tree_map
+from rekindle.torch_private.torch_checkpoint import (
     SAC_IGNORED_OPS,
     TORCHS_MODES,
     torch_selective_contexts,
 )
-from rekindle.errors import CheckpointError
-from rekindle.regions.selective.decisions import AS_PLANNED, FOR_TORCH, Fate, fate_of
-from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
-from rekindle.torch_private.internals import detached, is_traced, version_of, without_grad
+from rekindle.torch_private.version_counters import detached, version_of
 
 
 def contexts_of(

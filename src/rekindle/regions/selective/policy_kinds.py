@@ -12,7 +12,6 @@ from weakref import ref
 
 import torch
 
-from rekindle.compile.torch_checkpoint import CheckpointPolicy
 from rekindle.errors import RekindleError
 from rekindle.regions.selective.decisions import FOR_TORCH, Fate, fate_of
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext, runs_one_of
@@ -30,6 +29,7 @@ from rekindle.regions.selective.op_names import (
 from rekindle.regions.selective.op_sets import ATTENTION, MATMULS, REDUCTIONS, ROUTING
 from rekindle.regions.selective.policy_contexts import contexts_of
 from rekindle.torch_private.dynamo_frames import break_graph, called_outside_graphs
+from rekindle.torch_private.torch_checkpoint import CheckpointPolicy
 
 _WHY = "a policy is made in compiled code: make the policy before, once"
 made_before = called_outside_graphs(_WHY)

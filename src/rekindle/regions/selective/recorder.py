@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from rekindle.compile.torch_checkpoint import SAC_IGNORED_OPS
 from rekindle.regions.recompute import rng_state as random_state
 from rekindle.regions.selective import kernel_backends
 from rekindle.regions.selective.compiled_code import called_by_generated_code
@@ -40,7 +38,10 @@ from rekindle.regions.selective.op_kinds import (
 from rekindle.regions.selective.policy_contexts import Counter
 from rekindle.regions.selective.tensor_table import Book
 from rekindle.regions.switches import recomputing
-from rekindle.torch_private.internals import FAKE, PROXY, capturing, entered_mode
+from rekindle.torch_private.cuda import capturing
+from rekindle.torch_private.dispatch_modes import FAKE, PROXY, TorchDispatchMode, entered_mode
+from rekindle.torch_private.op_types import schema_of
+from rekindle.torch_private.torch_checkpoint import SAC_IGNORED_OPS
 
 if TYPE_CHECKING:
     from rekindle.policies import Policy
@@ -414,7 +415,7 @@ def _are_fixed(inputs: list[Value]) -> bool:
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that an op changes, by its schema."""
     found: list[Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = kwargs.get(argument.name)
             if position < len(args):

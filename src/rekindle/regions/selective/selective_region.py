@@ -28,20 +28,15 @@ from rekindle.regions.selective.compiled_code import (
 from rekindle.regions.selective.op_graph import RecordedSlot, Value, make
 from rekindle.regions.selective.recorder import RecordMode, is_recording
 from rekindle.regions.switches import recomputing
-from rekindle.torch_private.dynamo_frames import not_compiled
-from rekindle.torch_private.internals import (
-    dispatch_state,
+from rekindle.torch_private.autograd_graph import (
     exec_group,
     graph_task_id,
     keep_graph,
-    past_modes,
-    pop_hooks,
-    pop_hooks_to,
-    push_hooks,
     runs_whole_graph,
-    set_dispatch_state,
-    top_hooks,
 )
+from rekindle.torch_private.dispatch_modes import dispatch_state, past_modes, set_dispatch_state
+from rekindle.torch_private.dynamo_frames import not_compiled
+from rekindle.torch_private.saved_tensor_hooks import pop_hooks, pop_hooks_to, push_hooks, top_hooks
 
 if TYPE_CHECKING:
     from rekindle.policies import Policy

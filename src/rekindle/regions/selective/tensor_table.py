@@ -10,12 +10,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from rekindle.regions.selective.autocast_casts import CAST, cast_parameter
 from rekindle.regions.selective.op_addresses import is_parameter
 from rekindle.regions.selective.op_graph import Call, Held, Hooks, Value, copy_of, nbytes_of
-from rekindle.torch_private.internals import any_autocast, storage_key
+from rekindle.torch_private.autocast import any_autocast
+from rekindle.torch_private.fake_mode import FakeTensor
+from rekindle.torch_private.storages import storage_key
 
 _SMALL = 1 << 18
 _MANY = 16

@@ -1,8 +1,5 @@
 """Inside `torch.compile`, a region is handed to torch's own higher-order op.
 
-Torch's own objects are kept here, for when `rekindle.patch_torch()` has put ours in their place.
-`noop_context_fn` is compared by identity inside torch: there is one, and it is torch's.
-
 Note [Break around]. A region whose function breaks the graph runs outside of graphs, on our engine,
 so the graph has to break where `rekindle.checkpoint` is called, not inside. With
 `torch._dynamo.config.nested_graph_breaks` it would break in `hand_over`, and ordinary code would go
@@ -16,26 +13,14 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-import torch.utils.checkpoint
+import torch
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from rekindle.compile.graph_passes import run_our_passes
 from rekindle.compile.graph_rng import runs_op_by_op, with_rng
 from rekindle.compile.policy_guards import guard_on_context_fn
 from rekindle.compile.side_effects import may_have_effects, set_effects_allowed
-
-torch_module = torch.utils.checkpoint
-
-torch_checkpoint = torch_module.checkpoint
-torch_generator: Callable[..., Any] = torch_module._checkpoint_without_reentrant_generator
-noop_context_fn = torch_module.noop_context_fn
-CheckpointPolicy = torch_module.CheckpointPolicy
-"""torch's own: its partitioner compares members by identity."""
-SAC_IGNORED_OPS = torch_module.SAC_IGNORED_OPS
-TorchSelectiveContext = torch_module.SelectiveCheckpointContext
-torch_selective_contexts = torch_module.create_selective_checkpoint_contexts
-TORCHS_MODES = (torch_module._CachingTorchDispatchMode, torch_module._CachedTorchDispatchMode)
-"""What torch's own contexts for a policy are made of."""
+from rekindle.torch_private.torch_checkpoint import noop_context_fn, torch_checkpoint
 
 
 def dynamo_swaps() -> list[tuple[Any, Any]]:

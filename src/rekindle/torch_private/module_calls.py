@@ -1,0 +1,32 @@
+"""The code that calls a module, by which a module that runs is found on Python's stack."""
+
+from types import CodeType
+
+import torch.nn.modules.module as _modules
+from torch import nn
+
+MODULE_CALL: CodeType = nn.Module._call_impl.__code__
+"""The code that calls a module's forward; its local `self` is the module.
+
+Tried on torch 2.11 and 2.13. Goes when torch says which modules are being called."""
+
+MODULE_CALL_WITH_HOOKS: CodeType = next(
+    (c for c in MODULE_CALL.co_consts if isinstance(c, CodeType) and c.co_name == "inner"),
+    MODULE_CALL,
+)
+"""The code that calls a module which has hooks of any kind.
+
+Tried on torch 2.11 and 2.13. Goes when `always_call` hooks run on a `BaseException` too."""
+
+GLOBAL_ALWAYS_CALLED: dict[int, bool] = getattr(_modules, "_global_forward_hooks_always_called", {})
+"""Forward hooks of all modules that are called even on an error, by their ids.
+
+Tried on torch 2.11 and 2.13. Goes when `MODULE_CALL_WITH_HOOKS` does."""
+
+
+def has_always_called_hooks(module: object) -> bool:
+    """True if a module has forward hooks that are called even on an error.
+
+    Tried on torch 2.11 and 2.13. Goes when `MODULE_CALL_WITH_HOOKS` does.
+    """
+    return bool(GLOBAL_ALWAYS_CALLED or getattr(module, "_forward_hooks_always_called", None))

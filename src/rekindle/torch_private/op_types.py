@@ -1,0 +1,44 @@
+"""The classes of ops (`torch.ops.…`), which policies take as values, and their schemas."""
+
+from typing import Any
+
+from torch import _ops
+
+OpOverload = _ops.OpOverload
+"""The class of `torch.ops.aten.mm.default`.
+
+Tried on torch 2.11 and 2.13. Goes when it has a public path."""
+
+OpOverloadPacket = _ops.OpOverloadPacket
+"""The class of `torch.ops.aten.mm`: all overloads together.
+
+Tried on torch 2.11 and 2.13. Goes when it has a public path."""
+
+HigherOrderOperator = _ops.HigherOrderOperator
+"""The class of ops that take functions, such as flex attention.
+
+Tried on torch 2.11 and 2.13. Goes when it has a public path."""
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an op, or None: a higher-order operator has none.
+
+    Tried on torch 2.11 and 2.13. Goes when torch has a public form.
+    """
+    return getattr(op, "_schema", None)
+
+
+def overload_name(op: OpOverload) -> str:
+    """The name of an overload by which it is found again, as in `aten::add.Tensor`.
+
+    Tried on torch 2.11 and 2.13. `op.name()` leaves out `default`. Goes when it does not.
+    """
+    return f"{op._schema.name}.{op._overloadname}"
+
+
+def packet_name(packet: OpOverloadPacket) -> str:
+    """The name of all overloads of an op together, as in `aten::add`.
+
+    Tried on torch 2.11 and 2.13. Goes when torch has a public form.
+    """
+    return str(packet._qualified_op_name)
