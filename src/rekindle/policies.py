@@ -12,6 +12,7 @@ the first that has something to say about an op decides, and what none speaks of
 
 from typing import Any
 
+import rekindle.regions.selective.policy_json  # noqa: F401  (so that strategies are saved with policies)
 from rekindle.regions.selective.decisions import Fate, fate_named
 from rekindle.regions.selective.op_names import Op, op_of
 from rekindle.regions.selective.op_sets import ATTENTION, MATMULS, REDUCTIONS, ROUTING

@@ -1,9 +1,9 @@
 """Strategies: values that say what is done with the activations of a region.
 
 `apply`, plans, wrappers, integrations and engines speak of activations in these values alone. They
-are frozen, comparable and hashable, print as the code that makes them, and are saved as JSON. The
-ways that users write them (`"recompute"`, a policy, a dict by module path) are read into them at
-the public edge. This module imports no torch: the planner's core computes with strategies, too.
+are frozen, comparable and hashable, and print as the code that makes them; `strategy_json` saves
+them. The ways that users write them (`"recompute"`, a policy, a dict by module path) are read into
+them at the public edge. This module imports no torch: the planner's core computes with strategies.
 """
 
 from dataclasses import dataclass, fields
@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeAlias
 
 TierName: TypeAlias = Literal["host", "disk"]
 """A place that activations are copied to: host memory, or a file on disk."""
+OnFull: TypeAlias = Literal["keep", "raise"]
+"""What happens to an activation that the tier has no room for: it stays, or an error is raised."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,10 @@ class Selective(Strategy):
 
 @dataclass(frozen=True, repr=False)
 class SavedIndices(Strategy):
-    """Saved tensors stay, but for some that are told by their index among those of the region."""
+    """Saved tensors stay on the device, except some that are named by their index.
+
+    The index counts the tensors that autograd saves in one forward of the region.
+    """
 
     recomputed: tuple[int, ...] = ()
     """Indices of saved tensors that one op makes again from other saved tensors."""
@@ -58,6 +63,9 @@ class SavedIndices(Strategy):
     tier: TierName = "host"
     count: int = 0
     """How many tensors autograd saves in the region; 0 if that is not known."""
+
+    def __post_init__(self) -> None:
+        _sort(self, "recomputed", "offloaded")
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,8 +81,19 @@ class Offload(Strategy):
     min_bytes: int = 2**20
     max_host_bytes: int | None = None
     directory: str | None = None
-    on_full: Literal["keep", "raise"] = "keep"
+    on_full: OnFull = "keep"
     derive: bool = True
+
+    def _key(self) -> tuple[Any, ...]:
+        """The fields, with a quota of 1 byte told from a share of 1.0."""
+        values = tuple(getattr(self, field.name) for field in fields(self))
+        return (*values, isinstance(self.quota, float))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Offload) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,13 +126,16 @@ class OpAddress:
 class PlannedOps:
     """A policy as data: ops of a block whose results a plan keeps or moves; the rest is recomputed.
 
-    Both tuples are sorted, and share no address.
+    The two tuples share no address.
     """
 
     kept: tuple[OpAddress, ...] = ()
     offloaded: tuple[OpAddress, ...] = ()
     tier: TierName = "host"
     """Where the results of `offloaded` are copied to."""
+
+    def __post_init__(self) -> None:
+        _sort(self, "kept", "offloaded")
 
 
 @dataclass(frozen=True)
@@ -123,3 +145,12 @@ class NumberedOps:
     kept: tuple[int, ...] = ()
     offloaded: tuple[int, ...] = ()
     tier: TierName = "host"
+
+    def __post_init__(self) -> None:
+        _sort(self, "kept", "offloaded")
+
+
+def _sort(value: object, *names: str) -> None:
+    """Sort the tuples in some fields of a frozen value, so that equal sets are equal values."""
+    for name in names:
+        object.__setattr__(value, name, tuple(sorted(set(getattr(value, name)))))
