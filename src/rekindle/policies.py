@@ -13,7 +13,7 @@ the first that has something to say about an op decides, and what none speaks of
 from typing import Any
 
 import rekindle.regions.selective.policy_json  # noqa: F401  (so that strategies are saved with policies)
-from rekindle.regions.selective.decisions import Fate, fate_named
+from rekindle.regions.selective.decisions import Decision, decision_named
 from rekindle.regions.selective.op_names import Op, op_of
 from rekindle.regions.selective.op_sets import ATTENTION, MATMULS, REDUCTIONS, ROUTING
 from rekindle.regions.selective.policy_kinds import (
@@ -64,29 +64,29 @@ def keep(*ops: Any) -> Policy:
     >>> keep("aten::mm") | offload(torch.ops.aten.addmm)
     keep('aten::mm') | offload('aten::addmm')
     """
-    return _some(Fate.KEEP, ops)
+    return _some(Decision.KEEP, ops)
 
 
 @made_before
 def recompute(*ops: Any) -> Policy:
     """Recompute what these ops make; what every op makes, with none given."""
-    return _some(Fate.RECOMPUTE, ops)
+    return _some(Decision.RECOMPUTE, ops)
 
 
 @made_before
 def offload(*ops: Any) -> Policy:
     """Send what these ops make to host memory; what is there already stays."""
-    return _some(Fate.OFFLOAD, ops)
+    return _some(Decision.OFFLOAD, ops)
 
 
 @made_before
 def spill(*ops: Any) -> Policy:
     """Send what these ops make to disk."""
-    return _some(Fate.SPILL, ops)
+    return _some(Decision.SPILL, ops)
 
 
-def _some(fate: Fate, ops: tuple[Any, ...]) -> Policy:
-    return Ops(fate, _ops(ops) if ops else None)
+def _some(decision: Decision, ops: tuple[Any, ...]) -> Policy:
+    return Ops(decision, _ops(ops) if ops else None)
 
 
 def _ops(ops: tuple[Any, ...]) -> frozenset[Op]:
@@ -112,7 +112,7 @@ def keep_inputs(*ops: Any) -> Policy:
 
 @made_before
 def at(pattern: str, policy: "Policy | str") -> Policy:
-    """A policy, or a fate, for the ops that run in some modules and in what these contain.
+    """A policy, or a decision, for the ops that run in some modules and in what these contain.
 
     The pattern names parts of a module's path, with the wildcards of file names within a part:
     `"layers.*.mlp"`, `"mlp"`, `"layers.[0-3]"`. Paths begin at the outermost module that is called.
@@ -126,19 +126,19 @@ def at(pattern: str, policy: "Policy | str") -> Policy:
 
 
 def _policy(policy: Any) -> Policy:
-    return Ops(fate_named(policy), None) if isinstance(policy, str) else of(policy)
+    return Ops(decision_named(policy), None) if isinstance(policy, str) else of(policy)
 
 
 @made_before
 def named(*names: str, fate: str = "keep") -> Policy:
-    """A fate for the tensors and functions that were given these names by `rekindle.name`.
+    """A decision for the tensors and functions that were given these names by `rekindle.name`.
 
     >>> named("attn_out", "mlp_*", fate="offload")
     named('attn_out', 'mlp_*', fate='offload')
     """
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"named() takes the names of tensors, but got {names!r}")
-    return Named(fate_named(fate), names)
+    return Named(decision_named(fate), names)
 
 
 @made_before

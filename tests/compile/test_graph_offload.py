@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 import rekindle
 from rekindle import policies
 from rekindle.compile import graph_offload, graph_passes, node_tags
-from rekindle.regions.selective.decisions import Fate
+from rekindle.regions.selective.decisions import Decision
 from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler
 from tests.toys import Block, Stack, assert_same_step, leaf
 
@@ -413,7 +413,7 @@ def test_a_saved_result_that_backward_does_not_use_is_neither_sent_nor_saved() -
     with FakeTensorMode():
         for node in (x, marked, out, unused, tangent):
             node.meta["val"] = torch.empty(4, 8)
-    marked.meta[node_tags.FATE] = Fate.SPILL
+    marked.meta[node_tags.FATE] = Decision.SPILL
     modules = [torch.fx.GraphModule(nn.Module(), graph) for graph in (forward, backward)]
     graph_offload.offload_marked(*modules, outputs=1)
     assert [len(module.graph.find_nodes(op="placeholder")) for module in modules] == [1, 1]

@@ -16,7 +16,7 @@ from rekindle.planner.candidate_to_strategy import Numbered
 from rekindle.planner.devices import device_named
 from rekindle.planner.trace.block_graph import Graph, Op, Value, record
 from rekindle.policies import Policy
-from rekindle.regions.selective.decisions import Fate
+from rekindle.regions.selective.decisions import Decision
 from tests.toys import Block, same_bits
 
 pytest.importorskip("scipy")
@@ -282,9 +282,9 @@ class Listening(Policy):
 
     told: dict[int, str] = field(default_factory=dict)
 
-    def fate(self, ctx: rekindle.SelectiveCheckpointContext) -> Fate | None:
+    def decide(self, ctx: rekindle.SelectiveCheckpointContext) -> Decision | None:
         self.told.setdefault(ctx.number, ctx.op.name())
-        return Fate.RECOMPUTE
+        return Decision.RECOMPUTE
 
 
 @every_block

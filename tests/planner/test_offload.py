@@ -13,7 +13,7 @@ from rekindle.planner.candidates import deriving, offloading
 from rekindle.planner.trace.block_graph import Graph, Op, Value
 from rekindle.planner.types import Option
 from rekindle.regions.saved_indices import Saves
-from rekindle.regions.selective.decisions import Fate
+from rekindle.regions.selective.decisions import Decision
 from rekindle.report.op_words import named
 
 pytest.importorskip("scipy")
@@ -105,7 +105,7 @@ def test_names_are_those_of_the_ops_that_made_what_is_saved() -> None:
 def test_an_option_is_carried_out_by_the_numbers_of_its_ops() -> None:
     policy = what_of(replace(KEPT, kept=(2,), offloaded=(5,)))
     assert isinstance(policy, Numbered)
-    assert policy.by_number == {2: Fate.KEEP, 5: Fate.OFFLOAD_AS_PLANNED}
+    assert policy.by_number == {2: Decision.KEEP, 5: Decision.OFFLOAD_AS_PLANNED}
 
 
 @pytest.fixture

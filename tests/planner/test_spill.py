@@ -19,7 +19,7 @@ from rekindle.planner.plan_for_budget import plan_by
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import BlockProfile, Option
 from rekindle.regions.saved_indices import Saves
-from rekindle.regions.selective.decisions import Fate
+from rekindle.regions.selective.decisions import Decision
 from rekindle.regions.selective.offload_bridge import _options
 from tests.toys import Stack, same_bits
 
@@ -139,7 +139,7 @@ def test_larger_inputs_are_planned_with_disk_too(
 def test_an_option_is_carried_out_by_its_tier() -> None:
     policy = what_of(Option("select", (1,), (2,), tier="disk"))
     assert isinstance(policy, Numbered)
-    assert policy.by_number == {1: Fate.KEEP, 2: Fate.SPILL_AS_PLANNED}
+    assert policy.by_number == {1: Decision.KEEP, 2: Decision.SPILL_AS_PLANNED}
     assert repr(policy) == "<keep ops [1], spill ops [2], recompute the rest>"
     saves = what_of(Option("derive", offloaded=(2,), tier="disk"))
     assert saves == Saves(frozenset(), frozenset({2}), "disk")
@@ -154,7 +154,7 @@ def test_what_leaves_is_seen_out_before_the_backward_of_a_last_block_that_moves_
     options = [moving] * 5 + [keep]
     plan = plan_by(profile, 0, options, simulate(profile, options), 0.0)
     rekindle.apply(decoder, plan)
-    lane = engine_of(_options(Fate.SPILL_AS_PLANNED))._lanes[x.device]
+    lane = engine_of(_options(Decision.SPILL_AS_PLANNED))._lanes[x.device]
     assert lane is not None, "the profile has used it"
     found = []
 
@@ -179,7 +179,7 @@ def test_disk_is_given_back_when_the_plan_is_removed(
         gradients(decoder, x)
     assert seen.spill.pool_bytes > 0
     rekindle.remove(decoder)
-    assert engine_of(_options(Fate.SPILL_AS_PLANNED))._lanes[x.device].tier.pool_bytes == 0  # type: ignore[union-attr]
+    assert engine_of(_options(Decision.SPILL_AS_PLANNED))._lanes[x.device].tier.pool_bytes == 0  # type: ignore[union-attr]
 
 
 def test_a_folder_that_cannot_be_written_is_named(

@@ -15,7 +15,7 @@ import rekindle.compat.checkpoint
 from rekindle import policies
 from rekindle.offload.offload_options import TierName
 from rekindle.regions.saved_indices import Saves
-from rekindle.regions.selective.decisions import AS_PLANNED, Fate
+from rekindle.regions.selective.decisions import AS_PLANNED, Decision
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
 
 
@@ -112,7 +112,7 @@ class _AsPlanned(policies.Policy):
 
     tier: TierName
 
-    def fate(self, ctx: SelectiveCheckpointContext) -> Fate:
+    def decide(self, ctx: SelectiveCheckpointContext) -> Decision:
         return AS_PLANNED[self.tier]
 
 

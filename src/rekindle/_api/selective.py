@@ -31,7 +31,7 @@ def create_selective_checkpoint_contexts(
 
     Args:
         policy_fn_or_list: a value of `rekindle.policies`, a function of a context, an op and its
-            arguments that returns the fate of what the op made, or a list of ops to keep.
+            arguments that returns the decision on what the op made, or a list of ops to keep.
         allow_cache_entry_mutation: a result that is kept may be changed in place. In a region under
             `rekindle.checkpoint` it always may: what was kept is what the op made. After the region
             it may not.
@@ -40,7 +40,7 @@ def create_selective_checkpoint_contexts(
 
 
 def name(what: _Named, name: str) -> _Named:
-    """Give a tensor or a function a name, by which `policies.named` gives it a fate.
+    """Give a tensor or a function a name, by which `policies.named` decides about it.
 
     A tensor is returned as it is; outside a region under a policy nothing happens. A function is
     returned so that everything it does goes by the name. A tensor's name comes after its op has

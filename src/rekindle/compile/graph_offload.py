@@ -25,7 +25,7 @@ from torch.library import Library
 from rekindle.compile.node_tags import FATE
 from rekindle.errors import OffloadError
 from rekindle.offload.activation import Kept, Saved
-from rekindle.regions.selective.decisions import Fate
+from rekindle.regions.selective.decisions import Decision
 from rekindle.regions.selective.offload_bridge import pause, take
 from rekindle.torch_private.autograd_graph import keep_graph
 from rekindle.torch_private.storages import storage_key
@@ -55,9 +55,9 @@ def _send(leaving: list[Tensor], staying: list[Tensor], fates: list[str]) -> lis
         shared.add(x.untyped_storage().data_ptr())
         number = next(_numbers)
         ticket = _tickets[number] = _Ticket(number.to_bytes(8, "little"))
-        ticket.saved = take(Fate(fate), x.clone() if is_shared else x)
+        ticket.saved = take(Decision(fate), x.clone() if is_shared else x)
         tickets.append(torch.frombuffer(ticket, dtype=torch.int64))
-    pause({Fate(fate) for fate in fates}, failed=False)
+    pause({Decision(fate) for fate in fates}, failed=False)
     return tickets
 
 

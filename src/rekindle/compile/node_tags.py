@@ -1,4 +1,4 @@
-"""Fates on the nodes of a graph, where torch's partitioner and our offload pass read them."""
+"""Decisions on the nodes of a graph, where torch's partitioner and our offload pass read them."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rekindle.compile.graph_passes import run_our_passes
-from rekindle.regions.selective.decisions import Fate
+from rekindle.regions.selective.decisions import Decision
 from rekindle.torch_private.torch_checkpoint import CheckpointPolicy
 
 FATE = "rekindle_fate"
@@ -40,7 +40,7 @@ def keep(tensor: Tensor) -> None:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def offload(tensors: list[Tensor], fate: Fate) -> None:
+def offload(tensors: list[Tensor], fate: Decision) -> None:
     """Have results sent away and brought back: Note [Offload in a graph]."""
     for tensor in tensors:
         node = node_of(tensor) if can_go(tensor, fate) else None
@@ -48,7 +48,7 @@ def offload(tensors: list[Tensor], fate: Fate) -> None:
             _mark(node, fate)
 
 
-def offload_what_was_marked(fate: Fate) -> None:
+def offload_what_was_marked(fate: Decision) -> None:
     """Do so for the nodes that were tagged to be: by torch 2.11, which asks before an op runs."""
     proxies = _proxies()
     for node in reversed(proxies.tracer.graph.nodes) if proxies is not None else ():
@@ -59,9 +59,9 @@ def offload_what_was_marked(fate: Fate) -> None:
                 _mark(node, fate)
 
 
-def can_go(tensor: Tensor, fate: Fate) -> bool:
+def can_go(tensor: Tensor, fate: Decision) -> bool:
     """Whether a tensor is not in host memory anyway, unless it is to go to disk."""
-    return is_away(tensor) or fate is Fate.SPILL
+    return is_away(tensor) or fate is Decision.SPILL
 
 
 def is_away(tensor: Tensor) -> bool:
@@ -69,6 +69,6 @@ def is_away(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def _mark(node: Any, fate: Fate) -> None:
+def _mark(node: Any, fate: Decision) -> None:
     node.meta[FATE] = fate
     run_our_passes()

@@ -16,7 +16,7 @@ from rekindle.modules.wrappers import ActivationWrapper
 from rekindle.offload.context import Offload, offload
 from rekindle.policies import Policy
 from rekindle.regions.saved_indices import Saves
-from rekindle.regions.selective.decisions import Fate, fate_named
+from rekindle.regions.selective.decisions import Decision, decision_named
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
 from rekindle.regions.selective.offload_bridge import trim_fates
 
@@ -236,7 +236,7 @@ def _check_shared(wanted: _Wanted) -> None:
 
 def _checked(what: Any) -> What:
     if isinstance(what, str):
-        fate_named(what)
+        decision_named(what)
     elif not isinstance(what, Policy | Offload | Saves):
         raise TypeError(
             "A module is given a fate (keep, recompute, offload, spill), a policy or "
@@ -364,8 +364,8 @@ class Larger(Policy):
     min_bytes: int
     then: str
 
-    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
-        return fate_named(self.then) if ctx.nbytes >= self.min_bytes else Fate.KEEP
+    def decide(self, ctx: SelectiveCheckpointContext) -> Decision | None:
+        return decision_named(self.then) if ctx.nbytes >= self.min_bytes else Decision.KEEP
 
 
 @dataclass(frozen=True)
@@ -379,11 +379,11 @@ class Part(Policy):
         path = ctx.path_in_region
         return path is not None and (path == self.path or path.startswith(f"{self.path}."))
 
-    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
-        return self.then.fate(ctx) if self._is_there(ctx) else None
+    def decide(self, ctx: SelectiveCheckpointContext) -> Decision | None:
+        return self.then.decide(ctx) if self._is_there(ctx) else None
 
-    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:
-        return self.then.fate_of_name(name, ctx) if self._is_there(ctx) else None
+    def decide_named(self, name: str, ctx: SelectiveCheckpointContext) -> Decision | None:
+        return self.then.decide_named(name, ctx) if self._is_there(ctx) else None
 
     def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:
         return self._is_there(ctx) and self.then.keeps_inputs(ctx)

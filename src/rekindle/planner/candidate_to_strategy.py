@@ -9,12 +9,12 @@ from rekindle.offload.offload_options import FATE_OF_TIER, TierName
 from rekindle.planner.types import Option
 from rekindle.policies import Policy
 from rekindle.regions.saved_indices import Saves
-from rekindle.regions.selective.decisions import AS_PLANNED, Fate
+from rekindle.regions.selective.decisions import AS_PLANNED, Decision
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
 from rekindle.regions.selective.op_addresses import (
     AddressBook,
-    Fates,
     OpAddress,
+    PlannedDecisions,
     depends_on_parameters_alone,
     is_parameter,
 )
@@ -22,7 +22,7 @@ from rekindle.regions.selective.op_addresses import (
 
 @dataclass(frozen=True)
 class Addressed(Policy):
-    """Fates by the addresses of ops in their block: Note [Numbers that no cast can shift].
+    """Decisions by the addresses of ops in their block: Note [Numbers that no cast can shift].
 
     A block that no longer runs the ops that it ran when the plan was made is told of once; then
     nothing is kept by an address that may mean another op than it did.
@@ -39,25 +39,25 @@ class Addressed(Policy):
         object.__setattr__(self, "_doubtful", set())
         super().__post_init__()
 
-    def _fates(self, but: AbstractSet[str]) -> Fates:
+    def _fates(self, but: AbstractSet[str]) -> PlannedDecisions:
         """The fates by address of all ops but some."""
-        fates: dict[str, dict[int, tuple[str, Fate]]] = {}
+        fates: dict[str, dict[int, tuple[str, Decision]]] = {}
         away = dict.fromkeys(self.offloaded, AS_PLANNED[self.tier])
-        for address, fate in {**dict.fromkeys(self.kept, Fate.KEEP), **away}.items():
+        for address, fate in {**dict.fromkeys(self.kept, Decision.KEEP), **away}.items():
             if address.op not in but:
                 fates.setdefault(address.op, {})[address.index] = address.module, fate
         return fates
 
-    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+    def decide(self, ctx: SelectiveCheckpointContext) -> Decision | None:
         """The fate of what an op made, where no region counts: under a compiler, or in a mode."""
         assert self.by_address is not None, "it was made with the policy"
         name = ctx.op.name() if hasattr(ctx.op, "name") else str(ctx.op)
         given = [*ctx.args, *ctx.kwargs.values()]
         if name not in self.by_address or depends_on_parameters_alone(given, is_parameter):
-            return Fate.RECOMPUTE
+            return Decision.RECOMPUTE
         counts = ctx.state.setdefault(id(self), Counter())
         counts[name] += 1
-        _, fate = self.by_address[name].get(counts[name] - 1, ("", Fate.RECOMPUTE))
+        _, fate = self.by_address[name].get(counts[name] - 1, ("", Decision.RECOMPUTE))
         return fate
 
     def matches(self, ran: AddressBook, block: str) -> bool:
@@ -95,7 +95,7 @@ def _no_longer_matches(block: str, expected: OpAddress, found: str) -> str:
 
 @dataclass(frozen=True)
 class Numbered(Policy):
-    """Fates by the number that an op has in its region: of plans that were saved without addresses.
+    """Decisions by the number that an op has in its region: of old plan files.
 
     Numbers count every op that can be run again, casts of parameters included, so under autocast
     they may mean other ops than when the plan was made.
@@ -107,12 +107,12 @@ class Numbered(Policy):
 
     def __post_init__(self) -> None:
         away = dict.fromkeys(self.offloaded, AS_PLANNED[self.tier])
-        object.__setattr__(self, "by_number", {**dict.fromkeys(self.kept, Fate.KEEP), **away})
+        object.__setattr__(self, "by_number", {**dict.fromkeys(self.kept, Decision.KEEP), **away})
         super().__post_init__()
 
-    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+    def decide(self, ctx: SelectiveCheckpointContext) -> Decision | None:
         assert self.by_number is not None, "it was made with the policy"
-        return self.by_number.get(ctx.number, Fate.RECOMPUTE)
+        return self.by_number.get(ctx.number, Decision.RECOMPUTE)
 
     def __repr__(self) -> str:
         parts = [("keep", self.kept), (FATE_OF_TIER[self.tier], self.offloaded)]

@@ -89,8 +89,8 @@ class _Region:
         self._saves = saves
         self._trusted = trusted
         self._block = block_of(function) if saves.count else None
-        self._fate = AS_PLANNED[saves.tier]
-        self._send = hooks_of(self._fate)[0]
+        self._decision = AS_PLANNED[saves.tier]
+        self._send = hooks_of(self._decision)[0]
         self._number = -1
         self._dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
         """By storage: several nodes may save one result."""
@@ -106,7 +106,7 @@ class _Region:
     def __exit__(self, *error: object) -> None:
         pop_hooks()
         if self._saves.offloaded:
-            pause([self._fate], failed=error[0] is not None)
+            pause([self._decision], failed=error[0] is not None)
         if self._block is not None and error[0] is None:
             self._check_count(self._block)
 

@@ -1,4 +1,4 @@
-"""Every fate in eager on the CPU: what is held, what is run again, what goes to disk, exactly."""
+"""Every decision in eager on the CPU: what is held, run again, and sent to disk, exactly."""
 
 import copy
 from collections import Counter
@@ -41,8 +41,8 @@ RECOMPUTED = (
     *("recompute", False, None),
     *(CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE),
 )
-FATES = {"keep": keep(), "recompute": recompute(), "offload": offload(), "spill": spill()}
-FATES["every second"] = every(2, keep())
+DECISIONS = {"keep": keep(), "recompute": recompute(), "offload": offload(), "spill": spill()}
+DECISIONS["every second"] = every(2, keep())
 
 
 def leaf(*shape: int) -> Tensor:
@@ -90,8 +90,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     return ran
 
 
-@pytest.fixture(params=FATES.values(), ids=FATES.keys())
-def fate(request: pytest.FixtureRequest) -> Policy:
+@pytest.fixture(params=DECISIONS.values(), ids=DECISIONS.keys())
+def decision(request: pytest.FixtureRequest) -> Policy:
     return request.param
 
 
@@ -136,12 +136,12 @@ def test_what_is_spilled_goes_to_disk_and_comes_back(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("answer", [*KEPT, *RECOMPUTED, *OFFLOADED, "spill"], ids=repr)
-def test_every_fate_has_the_plain_gradients(answer: Any) -> None:
+def test_every_decision_has_the_plain_gradients(answer: Any) -> None:
     model, x = Mlp(), leaf(4, 8)
     assert_plain(model, answering(answer), x, *model.parameters())
 
 
-def test_fates_may_be_mixed() -> None:
+def test_decisions_may_be_mixed() -> None:
     answers = ["keep", "recompute", "spill", "offload", None, True, "spill", "recompute"]
 
     def policy(ctx: Any, op: Any, *args: Any) -> Any:
@@ -284,7 +284,7 @@ def test_a_decoder_block_that_keeps_products_and_attention_runs_these_ops_again(
 @pytest.mark.parametrize(
     "policy",
     [
-        *FATES.values(),
+        *DECISIONS.values(),
         policies.keep_matmuls,
         policies.keep_attention,
         policies.keep_matmuls_and_attention,
@@ -356,9 +356,9 @@ def test_a_parameters_memory_may_be_exchanged_between_forward_and_backward(polic
 
 
 @pytest.mark.parametrize("drop", [functional.dropout, functional.alpha_dropout])
-def test_dropout_has_the_plain_mask_whatever_its_fate(drop: Any, fate: Policy) -> None:
+def test_dropout_has_the_plain_mask_whatever_is_decided(drop: Any, decision: Policy) -> None:
     x = leaf(64)
-    assert_plain(lambda x: drop(drop(x.sin(), 0.5).exp(), 0.3).sin(), fate, x)
+    assert_plain(lambda x: drop(drop(x.sin(), 0.5).exp(), 0.3).sin(), decision, x)
 
 
 def test_a_fused_dropout_is_run_again_with_its_mask(ran: Counter[Any]) -> None:
@@ -427,12 +427,12 @@ def test_what_is_kept_comes_back_from_hooks_as_they_give_it() -> None:
     assert same_bits(found, torch.ones(3).cos())
 
 
-def test_hooks_that_save_on_the_cpu_may_be_around_the_region(fate: Policy) -> None:
+def test_hooks_that_save_on_the_cpu_may_be_around_the_region(decision: Policy) -> None:
     x = leaf(3)
-    assert_same_step(lambda: waves(x), lambda: through(save_on_cpu(), waves, x, fate), [x])
+    assert_same_step(lambda: waves(x), lambda: through(save_on_cpu(), waves, x, decision), [x])
 
 
-def test_hooks_inside_the_region_get_what_is_saved_there(fate: Policy) -> None:
+def test_hooks_inside_the_region_get_what_is_saved_there(decision: Policy) -> None:
     x, hooks = leaf(3), Hooks()
 
     def region(x: Tensor) -> Tensor:
@@ -444,7 +444,7 @@ def test_hooks_inside_the_region_get_what_is_saved_there(fate: Policy) -> None:
         return y.sin().exp()
 
     hooks.packed.clear()
-    rekindle.checkpoint(region, x, context_fn=fate).sum().backward()
+    rekindle.checkpoint(region, x, context_fn=decision).sum().backward()
     assert len(hooks.packed) == 1
 
 
@@ -495,13 +495,13 @@ def test_tensors_of_every_kind_come_back_from_disk(make: Callable[[Tensor], Tens
     assert_plain(region, spill(), leaf(8, 8))
 
 
-def test_a_recurrent_layer_has_the_plain_gradients(fate: Policy) -> None:
+def test_a_recurrent_layer_has_the_plain_gradients(decision: Policy) -> None:
     """Its kernel leaves out what backward needs if gradients are off."""
     lstm, x = nn.LSTM(4, 4), leaf(3, 2, 4)
-    assert_plain(lambda x: lstm(x.sin())[0].sin(), fate, x, *lstm.parameters())
+    assert_plain(lambda x: lstm(x.sin())[0].sin(), decision, x, *lstm.parameters())
 
 
-def test_memory_that_is_written_past_the_dispatcher_is_not_made_again(fate: Policy) -> None:
+def test_memory_that_is_written_past_the_dispatcher_is_not_made_again(decision: Policy) -> None:
     """As NumPy does, and every kernel of Triton: also into memory that begins as zeros."""
 
     def region(x: Tensor) -> Tensor:
@@ -509,34 +509,34 @@ def test_memory_that_is_written_past_the_dispatcher_is_not_made_again(fate: Poli
         mask.numpy()[1:3] = 2
         return (x * mask).sin()
 
-    assert_plain(region, fate, leaf(4))
+    assert_plain(region, decision, leaf(4))
 
 
-def test_a_copy_that_is_written_past_the_dispatcher_is_not_made_again(fate: Policy) -> None:
+def test_a_copy_that_is_written_past_the_dispatcher_is_not_made_again(decision: Policy) -> None:
     def region(x: Tensor) -> Tensor:
         mask = x.detach().clone()
         mask.numpy()[1:3] = 2
         return (x * mask).sin()
 
-    assert_plain(region, fate, leaf(4))
+    assert_plain(region, decision, leaf(4))
 
 
 def test_a_tensor_whose_data_is_exchanged_in_the_region_has_the_plain_gradients(
-    fate: Policy,
+    decision: Policy,
 ) -> None:
     def region(x: Tensor) -> Tensor:
         y = x.sin()
         y.data = y.data * 2
         return y.exp()
 
-    assert_plain(region, fate, leaf(4))
+    assert_plain(region, decision, leaf(4))
 
 
 @pytest.mark.parametrize(
     "make", [lambda: torch.ones(4) / 3, lambda: torch.arange(4) / 3], ids=["factory", "division"]
 )
 def test_another_default_dtype_in_forward_holds_for_what_is_run_again(
-    make: Callable[[], Tensor], fate: Policy
+    make: Callable[[], Tensor], decision: Policy
 ) -> None:
     def region(x: Tensor) -> Tensor:
         before = torch.get_default_dtype()
@@ -546,10 +546,10 @@ def test_another_default_dtype_in_forward_holds_for_what_is_run_again(
         finally:
             torch.set_default_dtype(before)
 
-    assert_plain(region, fate, torch.randn(4, dtype=torch.float64, requires_grad=True))
+    assert_plain(region, decision, torch.randn(4, dtype=torch.float64, requires_grad=True))
 
 
-def test_parts_of_a_result_may_be_changed_that_do_not_say_they_are_views(fate: Policy) -> None:
+def test_parts_of_a_result_may_be_changed_that_do_not_say_they_are_views(decision: Policy) -> None:
     def region(x: Tensor) -> Tensor:
         y = x.sin()
         z = (y + 1).exp()
@@ -557,10 +557,10 @@ def test_parts_of_a_result_may_be_changed_that_do_not_say_they_are_views(fate: P
         del y
         return z + torch.cat([left.mul_(2), right])
 
-    assert_plain(region, fate, leaf(4))
+    assert_plain(region, decision, leaf(4))
 
 
-def test_a_parameter_that_the_region_changes_after_use_was_used_as_it_was(fate: Policy) -> None:
+def test_a_parameter_that_the_region_changes_after_use_was_used_as_it_was(decision: Policy) -> None:
     weight, x = nn.Parameter(torch.ones(4)), leaf(4)
 
     def region(x: Tensor) -> Tensor:
@@ -569,19 +569,19 @@ def test_a_parameter_that_the_region_changes_after_use_was_used_as_it_was(fate: 
             weight.mul_(1)
         return y
 
-    assert_plain(region, fate, x, weight)
+    assert_plain(region, decision, x, weight)
 
 
-def test_buffers_end_as_without_a_region(fate: Policy) -> None:
+def test_buffers_end_as_without_a_region(decision: Policy) -> None:
     norm = nn.Sequential(nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4))
     twin, x = copy.deepcopy(norm), leaf(8, 4)
-    rekindle.checkpoint(norm, x, context_fn=fate).sin().sum().backward()
+    rekindle.checkpoint(norm, x, context_fn=decision).sin().sum().backward()
     twin(x).sin().sum().backward()
     for a, b in zip(norm.state_dict().values(), twin.state_dict().values(), strict=True):
         assert same_bits(a, b)
 
 
-def test_a_backward_that_failed_can_be_run_again(fate: Policy) -> None:
+def test_a_backward_that_failed_can_be_run_again(decision: Policy) -> None:
     x, fails = leaf(4), [True]
 
     def hook(grad: Tensor) -> None:
@@ -593,7 +593,7 @@ def test_a_backward_that_failed_can_be_run_again(fate: Policy) -> None:
         y.register_hook(hook)
         return y.tanh().exp()
 
-    loss = rekindle.checkpoint(region, x, context_fn=fate).sum()
+    loss = rekindle.checkpoint(region, x, context_fn=decision).sum()
     with pytest.raises(ZeroDivisionError):
         loss.backward(retain_graph=True)
     fails[:] = [False] * 2

@@ -344,8 +344,8 @@ def test_an_autograd_function_is_not_taken_for_another_with_the_same_decorator()
 
 def test_a_higher_order_operator_can_be_named() -> None:
     ctx = rekindle.SelectiveCheckpointContext(is_recompute=False, op=flex_attention)
-    assert keep(flex_attention).fate(ctx) is keep().fate(ctx)
-    assert keep(aten.mm).fate(ctx) is None
+    assert keep(flex_attention).decide(ctx) is keep().decide(ctx)
+    assert keep(aten.mm).decide(ctx) is None
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,7 @@ def test_a_module_that_was_moved_has_its_new_path() -> None:
     ],
     ids=repr,
 )
-def test_a_module_gets_a_fate_or_a_policy_of_its_own(policy: Policy, ops: int) -> None:
+def test_a_module_gets_a_decision_or_a_policy_of_its_own(policy: Policy, ops: int) -> None:
     """`exp` of `mlp` can be made again from a `sin` that is kept."""
     assert replayed(Layer(), leaf(3), policy) == ops
 
@@ -664,7 +664,7 @@ def test_threads_count_by_themselves() -> None:
         kept = []
 
         def noting(ctx: Any, op: Any, *args: Any) -> Any:
-            kept.append(policy.fate(ctx) is not None)
+            kept.append(policy.decide(ctx) is not None)
             return None
 
         rekindle.checkpoint(in_step, leaf(3), context_fn=of(noting)).sum().backward()
@@ -751,11 +751,11 @@ BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "pattern": (lambda: at("", keep()), ValueError, "layers"),
     "pattern with a hole": (lambda: at("a..b", keep()), ValueError, r"a\.\.b"),
     "pattern of another type": (lambda: at(3, keep()), (TypeError, ValueError), "3"),
-    "fate for a module": (lambda: at("mlp", "kept"), ValueError, "'kept'"),
+    "decision for a module": (lambda: at("mlp", "kept"), ValueError, "'kept'"),
     "no policy for a module": (lambda: at("mlp", None), TypeError, "NoneType"),
     "no names": (named, ValueError, "names"),
     "names in a list": (lambda: named(["a", "b"]), ValueError, "names"),
-    "fate for a name": (lambda: named("a", fate="save"), ValueError, "'save'"),
+    "decision for a name": (lambda: named("a", fate="save"), ValueError, "'save'"),
     "zero": (lambda: first(0, keep()), ValueError, "0"),
     "half": (lambda: every(1.5, keep()), ValueError, r"1\.5"),
     "true": (lambda: first(True, keep()), ValueError, "True"),
@@ -816,14 +816,14 @@ TOLD = (TypeError, ValueError, rekindle.RekindleError)
 
 
 @pytest.mark.parametrize("answer", [1, 0, 2.0, "kept", "", [], torch.tensor(True)], ids=repr)
-def test_an_answer_that_is_no_fate_is_told(answer: Any) -> None:
+def test_an_answer_that_is_no_decision_is_told(answer: Any) -> None:
     policy = of(lambda *args, **kwargs: answer)
     with pytest.raises(TOLD, match=r"keep.*returned"):
         rekindle.checkpoint(waves, leaf(3), context_fn=policy)
 
 
 @pytest.mark.parametrize("region", [product, lambda x: x * 2, lambda x: 1 - x])
-def test_an_answer_that_is_no_fate_is_told_from_an_operator_too(region: Any) -> None:
+def test_an_answer_that_is_no_decision_is_told_from_an_operator_too(region: Any) -> None:
     """Torch turns a `TypeError` inside an operator into "unsupported operand type(s)"."""
     with pytest.raises(TOLD, match=r"keep.*returned"):
         rekindle.checkpoint(region, leaf(3, 3), context_fn=of(lambda *args, **kwargs: "kept"))
@@ -1076,8 +1076,18 @@ def test_ops_of_a_policy_are_none_of_the_regions() -> None:
 
 def test_a_policy_may_be_a_class_of_the_users_own() -> None:
     class Large(Policy):
-        def fate(self, ctx: rekindle.SelectiveCheckpointContext) -> Any:
-            return keep().fate(ctx) if ctx.nbytes > 12 else None
+        def decide(self, ctx: rekindle.SelectiveCheckpointContext) -> Any:
+            return keep().decide(ctx) if ctx.nbytes > 12 else None
 
     assert replayed(lambda x: torch.stack([x.sin(), x]).exp().sin(), leaf(3), Large()) == 0
     assert replayed(lambda x: x.sin().exp().sin(), leaf(3), Large() | recompute()) == 2
+
+
+def test_a_class_of_the_users_own_may_use_the_names_of_before() -> None:
+    class Large(type(keep())):  # type: ignore[misc]
+        def fate(self, ctx: rekindle.SelectiveCheckpointContext) -> Any:
+            return super().fate(ctx) if ctx.nbytes > 12 else None
+
+    large = Large(keep().then, None)  # type: ignore[attr-defined]
+    assert replayed(lambda x: torch.stack([x.sin(), x]).exp().sin(), leaf(3), large) == 0
+    assert replayed(lambda x: x.sin().exp().sin(), leaf(3), large | recompute()) == 2

@@ -1,4 +1,4 @@
-"""What becomes of an op's result, and the ways people say it."""
+"""Decisions: what a policy may say of an op's result, and the ways in which users write it."""
 
 from enum import Enum
 from typing import Any
@@ -7,8 +7,8 @@ from rekindle.offload.offload_options import TierName
 from rekindle.torch_private.torch_checkpoint import CheckpointPolicy
 
 
-class Fate(Enum):
-    """What becomes of an activation between forward and backward."""
+class Decision(Enum):
+    """An outcome for one activation between forward and backward: the answer of a policy."""
 
     KEEP = "keep"
     PREFER_KEEP = "keep unless a compiler finds it cheap to make again"
@@ -25,54 +25,60 @@ class Fate(Enum):
     """As `OFFLOAD_AS_PLANNED`, to disk."""
 
 
-AS_PLANNED: dict[TierName, Fate] = {"host": Fate.OFFLOAD_AS_PLANNED, "disk": Fate.SPILL_AS_PLANNED}
-"""What a plan sends to a tier, by the tier's name."""
+AS_PLANNED: dict[TierName, Decision] = {
+    "host": Decision.OFFLOAD_AS_PLANNED,
+    "disk": Decision.SPILL_AS_PLANNED,
+}
+"""The decisions of a plan for results that it copies to a tier, by the tier's name."""
 
-_ANSWERS: dict[Any, Fate] = {  # what else is equal to True is not among them
-    True: Fate.KEEP,
-    False: Fate.RECOMPUTE,
-    CheckpointPolicy.MUST_SAVE: Fate.KEEP,
-    CheckpointPolicy.PREFER_SAVE: Fate.KEEP,
-    CheckpointPolicy.MUST_RECOMPUTE: Fate.RECOMPUTE,
-    CheckpointPolicy.PREFER_RECOMPUTE: Fate.RECOMPUTE,
-    CheckpointPolicy.MUST_CPU_OFFLOAD: Fate.OFFLOAD,
-    CheckpointPolicy.PREFER_CPU_OFFLOAD: Fate.OFFLOAD_FREELY,
-} | {fate: fate for fate in Fate}
-_WORDS = {fate.value: fate for fate in (Fate.KEEP, Fate.RECOMPUTE, Fate.OFFLOAD, Fate.SPILL)}
+_ANSWERS: dict[Any, Decision] = {  # what else is equal to True is not among them
+    True: Decision.KEEP,
+    False: Decision.RECOMPUTE,
+    CheckpointPolicy.MUST_SAVE: Decision.KEEP,
+    CheckpointPolicy.PREFER_SAVE: Decision.KEEP,
+    CheckpointPolicy.MUST_RECOMPUTE: Decision.RECOMPUTE,
+    CheckpointPolicy.PREFER_RECOMPUTE: Decision.RECOMPUTE,
+    CheckpointPolicy.MUST_CPU_OFFLOAD: Decision.OFFLOAD,
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: Decision.OFFLOAD_FREELY,
+} | {decision: decision for decision in Decision}
+_WORDS = {
+    decision.value: decision
+    for decision in (Decision.KEEP, Decision.RECOMPUTE, Decision.OFFLOAD, Decision.SPILL)
+}
 
-_BY_ID = {id(answer): fate for answer, fate in _ANSWERS.items()}
-"""The same by identity, since each is the only one of its kind: hashing an enum takes longer."""
+_BY_ID = {id(answer): decision for answer, decision in _ANSWERS.items()}
+"""Decisions by the identity of the answer, of which there is one each: enums are slow to hash."""
 
 FOR_TORCH = {
-    Fate.KEEP: CheckpointPolicy.MUST_SAVE,
-    Fate.PREFER_KEEP: CheckpointPolicy.PREFER_SAVE,
-    Fate.RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
-    Fate.OFFLOAD: CheckpointPolicy.MUST_CPU_OFFLOAD,
-    Fate.OFFLOAD_FREELY: CheckpointPolicy.PREFER_CPU_OFFLOAD,
-    Fate.OFFLOAD_AS_PLANNED: CheckpointPolicy.MUST_CPU_OFFLOAD,
-    Fate.SPILL: CheckpointPolicy.MUST_CPU_OFFLOAD,
-    Fate.SPILL_AS_PLANNED: CheckpointPolicy.MUST_CPU_OFFLOAD,
+    Decision.KEEP: CheckpointPolicy.MUST_SAVE,
+    Decision.PREFER_KEEP: CheckpointPolicy.PREFER_SAVE,
+    Decision.RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
+    Decision.OFFLOAD: CheckpointPolicy.MUST_CPU_OFFLOAD,
+    Decision.OFFLOAD_FREELY: CheckpointPolicy.PREFER_CPU_OFFLOAD,
+    Decision.OFFLOAD_AS_PLANNED: CheckpointPolicy.MUST_CPU_OFFLOAD,
+    Decision.SPILL: CheckpointPolicy.MUST_CPU_OFFLOAD,
+    Decision.SPILL_AS_PLANNED: CheckpointPolicy.MUST_CPU_OFFLOAD,
 }
-"""In torch's words, for its own engines; they know no disk."""
+"""Decisions as torch's own engines read them; those know no disk."""
 
 
-def fate_of(answer: Any) -> Fate:
-    """The fate that a policy's answer stands for: a `CheckpointPolicy`, a word or a bool."""
-    fate = _BY_ID.get(id(answer))
-    if fate is None and isinstance(answer, str):
-        fate = _WORDS.get(answer)
-    if fate is None:  # no TypeError: inside `a @ b`, Python would take it for one of the operator
+def decision_of(answer: Any) -> Decision:
+    """The decision that a policy's answer stands for: a `CheckpointPolicy`, a word or a bool."""
+    decision = _BY_ID.get(id(answer))
+    if decision is None and isinstance(answer, str):
+        decision = _WORDS.get(answer)
+    if decision is None:  # no TypeError: inside `a @ b` Python would take it for the operator's own
         raise ValueError(
             f"A policy should return a CheckpointPolicy, one of {list(_WORDS)}, or True (keep) or "
             f"False (recompute), but returned {answer!r}"
         )
-    return fate
+    return decision
 
 
-def fate_named(word: Any) -> Fate:
-    """The fate that a user names by its word."""
-    if isinstance(word, Fate):
+def decision_named(word: Any) -> Decision:
+    """The decision that a user names by its word, such as `"keep"`."""
+    if isinstance(word, Decision):
         return word
     if not isinstance(word, str) or word not in _WORDS:
-        raise ValueError(f"A fate is one of {list(_WORDS)}, but got {word!r}")
+        raise ValueError(f"Expected one of {list(_WORDS)}, but got {word!r}")
     return _WORDS[word]

@@ -9,25 +9,25 @@ from torch import Tensor
 from rekindle.offload.activation import Kept, Saved, unpack
 from rekindle.offload.context import Engine, engine_of
 from rekindle.offload.offload_options import Options, TierName, options_of
-from rekindle.regions.selective.decisions import AS_PLANNED, Fate
+from rekindle.regions.selective.decisions import AS_PLANNED, Decision
 from rekindle.regions.selective.op_graph import Hooks
 from rekindle.torch_private.version_counters import with_versions
 
 
 @cache
-def _options(fate: Fate) -> Options:
-    if fate is Fate.OFFLOAD_FREELY:
+def _options(fate: Decision) -> Options:
+    if fate is Decision.OFFLOAD_FREELY:
         return options_of("host", "auto", "1MiB", None, None, "keep", derive=False)
-    tier: TierName = "disk" if fate in (Fate.SPILL, Fate.SPILL_AS_PLANNED) else "host"
+    tier: TierName = "disk" if fate in (Decision.SPILL, Decision.SPILL_AS_PLANNED) else "host"
     options = options_of(tier, 1.0, 1, None, None, "keep", derive=False)
     return replace(options, hurries=fate not in AS_PLANNED.values())
 
 
-_held: dict[Fate, Engine] = {}
+_held: dict[Decision, Engine] = {}
 """The engines of fates that were in use: held here, since a policy is a value and no owner."""
 
 
-def _engine(fate: Fate) -> Engine:
+def _engine(fate: Decision) -> Engine:
     engine = _held[fate] = engine_of(_options(fate))
     return engine
 
@@ -37,12 +37,12 @@ def _planned() -> list[Engine]:
     return [engine for engine in map(_held.get, AS_PLANNED.values()) if engine is not None]
 
 
-def hooks_of(fate: Fate) -> Hooks:
+def hooks_of(fate: Decision) -> Hooks:
     """What takes a tensor with this fate, and what gives it back."""
     return _engine(fate).pack, unpack
 
 
-def take(fate: Fate, x: Tensor) -> Saved | Kept:
+def take(fate: Decision, x: Tensor) -> Saved | Kept:
     """Take a tensor that nobody but the caller holds."""
     saved: Saved | Kept = with_versions(partial(_engine(fate).pack, is_ours=True), x)
     return saved
@@ -60,7 +60,7 @@ def begin_backward() -> None:
         engine.begin_backward()
 
 
-def pause(fates: Iterable[Fate], failed: bool) -> None:
+def pause(fates: Iterable[Decision], failed: bool) -> None:
     """A region that used these fates ends."""
     for fate in fates:
         _engine(fate).pause(failed)

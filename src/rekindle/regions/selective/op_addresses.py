@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from rekindle.regions.selective.decisions import Fate
+from rekindle.regions.selective.decisions import Decision
 from rekindle.regions.selective.eager_location import forwards
 from rekindle.torch_private.module_calls import MODULE_CALL
 
@@ -43,8 +43,8 @@ class OpAddress:
         return f"{self.op} {self.index + 1} of {self.count}{where}"
 
 
-Fates: TypeAlias = Mapping[str, Mapping[int, tuple[str, Fate]]]
-"""Module and fate of results that are not recomputed: by the op's name, then by its index."""
+PlannedDecisions: TypeAlias = Mapping[str, Mapping[int, tuple[str, Decision]]]
+"""Module and decision of results that are not recomputed: by the op's name, then by its index."""
 
 
 class Whereabouts:
@@ -118,26 +118,26 @@ def depends_on_parameters_alone(args: Iterable[Any], is_fixed: Callable[[Tensor]
 
 
 class AddressBook:
-    """The ops of one call of a block, as far as a plan has fates for ops of their names."""
+    """The ops of one call of a block, as far as a plan has decisions for ops of their names."""
 
-    def __init__(self, fates: Fates, block: nn.Module) -> None:
-        self._fates = fates
+    def __init__(self, decisions: PlannedDecisions, block: nn.Module) -> None:
+        self._decisions = decisions
         self._whereabouts = whereabouts_in(block)
-        self.counts: dict[str, int] = dict.fromkeys(fates, 0)
+        self.counts: dict[str, int] = dict.fromkeys(decisions, 0)
         """How many ops of each name ran."""
         self.strays: dict[str, str] = {}
         """By the name of an op that was to be kept: where it ran, if that is not as planned."""
 
-    def fate_of_next(self, op: str) -> Fate:
-        """The fate of the result of an op of a planned name, which has just run."""
+    def decide_next(self, op: str) -> Decision:
+        """The decision of the result of an op of a planned name, which has just run."""
         index = self.counts[op]
         self.counts[op] = index + 1
-        planned = self._fates[op].get(index)
+        planned = self._decisions[op].get(index)
         if planned is None or op in self.strays:
-            return Fate.RECOMPUTE
-        module, fate = planned
+            return Decision.RECOMPUTE
+        module, decision = planned
         found = self._whereabouts.path()
         if found != module:
             self.strays[op] = found
-            return Fate.RECOMPUTE
-        return fate
+            return Decision.RECOMPUTE
+        return decision

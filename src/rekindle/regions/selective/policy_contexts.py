@@ -14,7 +14,12 @@ from torch import Tensor
 
 from rekindle.compile import graph_location, node_tags
 from rekindle.errors import CheckpointError
-from rekindle.regions.selective.decisions import AS_PLANNED, FOR_TORCH, Fate, fate_of
+from rekindle.regions.selective.decisions import (
+    AS_PLANNED,
+    FOR_TORCH,
+    Decision,
+    decision_of,
+)
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
 from rekindle.torch_private.dispatch_modes import TorchDispatchMode, is_traced
 from rekindle.torch_private.grad_mode import without_grad
@@ -55,7 +60,7 @@ class _InTorchsWords:
     def __init__(self, policy: Any) -> None:
         self._policy = policy
         self._states: dict[bool, Counter] = {False: Counter(), True: Counter()}
-        self._last = Fate.OFFLOAD
+        self._last = Decision.OFFLOAD
         """What was said of the last result that is to go."""
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,26 +72,26 @@ class _InTorchsWords:
         name = graph_location.tensor_name(op)
         if name is not None and not ctx.is_recompute:
             self._name(args[0], name, told)
-        fate = self._policy.fate(told) or Fate.RECOMPUTE
-        if fate not in _AWAY:
-            return FOR_TORCH[fate]
+        decision = self._policy.decide(told) or Decision.RECOMPUTE
+        if decision not in _AWAY:
+            return FOR_TORCH[decision]
         if out is None:  # on torch 2.11, which asks before the op runs
-            self._last = fate
-            return FOR_TORCH[Fate.OFFLOAD]
-        node_tags.offload([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], fate)
-        return FOR_TORCH[Fate.KEEP]
+            self._last = decision
+            return FOR_TORCH[Decision.OFFLOAD]
+        node_tags.offload([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], decision)
+        return FOR_TORCH[Decision.KEEP]
 
     def _name(self, tensor: Tensor, name: str, told: SelectiveCheckpointContext) -> None:
-        """Give a tensor that is there already the fate of its name."""
-        fate = self._policy.fate_of_name(name, told)
-        if fate is not None and fate is not Fate.RECOMPUTE:
+        """Give a tensor that is there already the decision of its name."""
+        decision = self._policy.decide_named(name, told)
+        if decision is not None and decision is not Decision.RECOMPUTE:
             node_tags.keep(tensor)
-        if fate in _AWAY:
-            node_tags.offload([tensor], fate)
+        if decision in _AWAY:
+            node_tags.offload([tensor], decision)
 
 
-_AWAY = (Fate.OFFLOAD, Fate.OFFLOAD_FREELY, Fate.SPILL, *AS_PLANNED.values())
-"""Fates that take results elsewhere."""
+_AWAY = (Decision.OFFLOAD, Decision.OFFLOAD_FREELY, Decision.SPILL, *AS_PLANNED.values())
+"""PlannedDecisions that take results elsewhere."""
 
 
 class Counter:
@@ -162,7 +167,7 @@ class CachingMode(_SelectiveMode):
         number = self._number(func)
         told = self._counter.context(func, out, args, kwargs, is_recompute=False)
         answer = self.policy_fn(told, func, *args, **kwargs)
-        if fate_of(answer) is not Fate.RECOMPUTE and any(map(_is_tensor, tree_leaves(out))):
+        if decision_of(answer) is not Decision.RECOMPUTE and any(map(_is_tensor, tree_leaves(out))):
             self.storage[func][number] = tree_map(_put_aside, out)
         return out
 

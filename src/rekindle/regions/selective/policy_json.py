@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from rekindle.regions.selective.decisions import Fate, fate_named
+from rekindle.regions.selective.decisions import Decision, decision_named
 from rekindle.regions.selective.op_names import name_of, op_of
 from rekindle.regions.selective.policy_kinds import (
     At,
@@ -72,10 +72,10 @@ class _Fields:
         for name in self._values:
             raise ValueError(f"{self._place}.{name} should be no field, but is there")
 
-    def decision(self, name: str) -> Fate:
+    def decision(self, name: str) -> Decision:
         found, place = self.take(name)
         try:
-            return fate_named(found)
+            return decision_named(found)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
 

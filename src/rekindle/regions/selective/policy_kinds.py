@@ -13,9 +13,9 @@ from weakref import ref
 import torch
 
 from rekindle.errors import RekindleError
-from rekindle.regions.selective.decisions import FOR_TORCH, Fate, fate_of
+from rekindle.regions.selective.decisions import FOR_TORCH, Decision, decision_of
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext, runs_one_of
-from rekindle.regions.selective.op_addresses import AddressBook, Fates
+from rekindle.regions.selective.op_addresses import AddressBook, PlannedDecisions
 from rekindle.regions.selective.op_names import (
     Op,
     cheap,
@@ -37,10 +37,20 @@ made_before = called_outside_graphs(_WHY)
 
 
 class Policy:
-    """Gives the results of ops their fates. Join policies with `|`: the first to speak decides."""
+    """Decides about the results of ops. Join policies with `|`: the first to speak decides."""
 
     for_compiler: Callable[[], Any]
     """The policy as a function that `torch.compile` takes for a `context_fn`."""
+
+    def __init_subclass__(cls) -> None:
+        """Have classes of users work that use `fate` and `fate_of_name`, the names of before."""
+        super().__init_subclass__()
+        own = vars(cls)
+        for name, before in (("decide", "fate"), ("decide_named", "fate_of_name")):
+            if name in own:
+                setattr(cls, before, own[name])
+            elif before in own:
+                setattr(cls, name, own[before])
 
     def __post_init__(self) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -59,10 +69,10 @@ class Policy:
     def __reduce__(self) -> Any:
         return type(self), self._values()
 
-    by_number: Mapping[int, Fate] | None = None
-    """If the number of an op in its region alone decides: the fates that are not `recompute`."""
-    by_address: Fates | None = None
-    """If the address of an op in its block alone decides: the fates that are not `recompute`."""
+    by_number: Mapping[int, Decision] | None = None
+    """Decisions by the number of an op in its region, if that alone decides, but `recompute`."""
+    by_address: PlannedDecisions | None = None
+    """Decisions by the address of an op in its block, if that alone decides, but `recompute`."""
 
     def matches(self, ran: AddressBook, block: str) -> bool:  # noqa: ARG002
         """Whether a block ran what a policy by addresses was made for: asked after each call."""
@@ -73,12 +83,12 @@ class Policy:
         """Whether the op alone decides, so that an answer can be remembered."""
         return False
 
-    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
-        """The fate of what an op made; None for no opinion."""
+    def decide(self, ctx: SelectiveCheckpointContext) -> Decision | None:
+        """The decision on what an op made; None for no opinion."""
         raise NotImplementedError
 
-    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:  # noqa: ARG002
-        """The fate of a tensor that was given a name; None for no opinion."""
+    def decide_named(self, name: str, ctx: SelectiveCheckpointContext) -> Decision | None:  # noqa: ARG002
+        """The decision on a tensor that was given a name; None for no opinion."""
         return None
 
     def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:  # noqa: ARG002
@@ -109,7 +119,7 @@ class Policy:
                 args=tuple(rest),
                 kwargs=kwargs,
             )
-        return FOR_TORCH[self.fate(ctx) or Fate.RECOMPUTE]
+        return FOR_TORCH[self.decide(ctx) or Decision.RECOMPUTE]
 
 
 def _as_function(
@@ -141,16 +151,16 @@ class FirstToSpeak(Policy):
     def by_op_alone(self) -> bool:
         return all(policy.by_op_alone for policy in self.policies)
 
-    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+    def decide(self, ctx: SelectiveCheckpointContext) -> Decision | None:
         for policy in self.policies:
-            fate = policy.fate(ctx)
-            if fate is not None:
-                return fate
+            decision = policy.decide(ctx)
+            if decision is not None:
+                return decision
         return None
 
-    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:
-        fates = (policy.fate_of_name(name, ctx) for policy in self.policies)
-        return next((fate for fate in fates if fate is not None), None)
+    def decide_named(self, name: str, ctx: SelectiveCheckpointContext) -> Decision | None:
+        decisions = (policy.decide_named(name, ctx) for policy in self.policies)
+        return next((decision for decision in decisions if decision is not None), None)
 
     def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:
         return any(policy.keeps_inputs(ctx) for policy in self.policies)
@@ -161,9 +171,9 @@ class FirstToSpeak(Policy):
 
 @dataclass(frozen=True)
 class Ops(Policy):
-    """One fate for some ops, or for all of them."""
+    """One decision for some ops, or for all of them."""
 
-    then: Fate
+    then: Decision
     ops: frozenset[Op] | None
     _codes: dict[CodeType, set[Any]] = field(init=False, repr=False, compare=False)
 
@@ -179,7 +189,7 @@ class Ops(Policy):
     def by_op_alone(self) -> bool:
         return not self._codes
 
-    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+    def decide(self, ctx: SelectiveCheckpointContext) -> Decision | None:
         if self.ops is None or matches(ctx.op, self.ops):
             return self.then
         if self._codes and runs_one_of(self._codes):
@@ -211,8 +221,8 @@ def _portable(ops: frozenset[Op]) -> list[Any]:
     return [name_of(op) for op in ops]
 
 
-def _ops_again(fate: Fate, ops: list[Any] | None) -> Policy:
-    return Ops(fate, None if ops is None else frozenset(map(op_of, ops)))
+def _ops_again(decision: Decision, ops: list[Any] | None) -> Policy:
+    return Ops(decision, None if ops is None else frozenset(map(op_of, ops)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -223,8 +233,8 @@ class Cheap(Policy):
     def by_op_alone(self) -> bool:
         return True
 
-    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
-        return Fate.RECOMPUTE if cheap(ctx.op) else Fate.KEEP
+    def decide(self, ctx: SelectiveCheckpointContext) -> Decision | None:
+        return Decision.RECOMPUTE if cheap(ctx.op) else Decision.KEEP
 
     def __repr__(self) -> str:
         return "recompute_cheap"
@@ -240,7 +250,7 @@ class Inputs(Policy):
     def by_op_alone(self) -> bool:
         return True
 
-    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:  # noqa: ARG002
+    def decide(self, ctx: SelectiveCheckpointContext) -> Decision | None:  # noqa: ARG002
         return None
 
     def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:
@@ -264,12 +274,12 @@ class At(Policy):
     pattern: str
     then: Policy
 
-    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
-        return self.then.fate(ctx) if is_at(ctx.module_path, self.pattern) else None
+    def decide(self, ctx: SelectiveCheckpointContext) -> Decision | None:
+        return self.then.decide(ctx) if is_at(ctx.module_path, self.pattern) else None
 
-    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:
-        fate = self.then.fate_of_name(name, ctx)
-        return fate if fate is not None and is_at(ctx.module_path, self.pattern) else None
+    def decide_named(self, name: str, ctx: SelectiveCheckpointContext) -> Decision | None:
+        decision = self.then.decide_named(name, ctx)
+        return decision if decision is not None and is_at(ctx.module_path, self.pattern) else None
 
     def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:
         return self.then.keeps_inputs(ctx) and is_at(ctx.module_path, self.pattern)
@@ -290,15 +300,15 @@ def is_at(path: str, pattern: str) -> bool:
 
 @dataclass(frozen=True)
 class Named(Policy):
-    """One fate for tensors and functions with certain names."""
+    """One decision for tensors and functions with certain names."""
 
-    then: Fate
+    then: Decision
     wanted: tuple[str, ...]
 
-    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
-        return self.then if any(self.fate_of_name(name, ctx) for name in ctx.names) else None
+    def decide(self, ctx: SelectiveCheckpointContext) -> Decision | None:
+        return self.then if any(self.decide_named(name, ctx) for name in ctx.names) else None
 
-    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:  # noqa: ARG002
+    def decide_named(self, name: str, ctx: SelectiveCheckpointContext) -> Decision | None:  # noqa: ARG002
         return self.then if any(fnmatchcase(name, wanted) for wanted in self.wanted) else None
 
     def __repr__(self) -> str:
@@ -313,13 +323,13 @@ class Counted(Policy):
     limit: int | None
     then: Policy
 
-    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
-        fate = self.then.fate(ctx)
-        return fate if fate is not None and self._is_one(ctx) else None
+    def decide(self, ctx: SelectiveCheckpointContext) -> Decision | None:
+        decision = self.then.decide(ctx)
+        return decision if decision is not None and self._is_one(ctx) else None
 
-    def fate_of_name(self, name: str, ctx: SelectiveCheckpointContext) -> Fate | None:
-        fate = self.then.fate_of_name(name, ctx)
-        return fate if fate is not None and self._is_one(ctx) else None
+    def decide_named(self, name: str, ctx: SelectiveCheckpointContext) -> Decision | None:
+        decision = self.then.decide_named(name, ctx)
+        return decision if decision is not None and self._is_one(ctx) else None
 
     def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:
         return self.then.keeps_inputs(ctx) and self._is_one(ctx)
@@ -342,14 +352,14 @@ class Function(Policy):
 
     function: Callable[..., Any]
 
-    def fate(self, ctx: SelectiveCheckpointContext) -> Fate | None:
+    def decide(self, ctx: SelectiveCheckpointContext) -> Decision | None:
         try:
             answer = self.function(ctx, ctx.op, *ctx.args, **ctx.kwargs)
         except TypeError as error:  # which Python would take for one of the operator in `a @ b`
             raise RekindleError(f"The policy {self!r} failed on {ctx.op}: {error}") from error
         if answer is CheckpointPolicy.PREFER_SAVE and ctx.is_compiled:
-            return Fate.PREFER_KEEP
-        return None if answer is None else fate_of(answer)
+            return Decision.PREFER_KEEP
+        return None if answer is None else decision_of(answer)
 
     def __repr__(self) -> str:
         return getattr(self.function, "__qualname__", repr(self.function))
@@ -361,7 +371,7 @@ def of(policy: Any) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, list | tuple | set | frozenset):
-        return Ops(Fate.KEEP, frozenset(map(op_of, policy)))
+        return Ops(Decision.KEEP, frozenset(map(op_of, policy)))
     if callable(policy) and not is_op(policy):
         return Function(policy)
     given = repr(policy) if is_op(policy) else type(policy).__name__

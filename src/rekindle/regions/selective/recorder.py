@@ -10,7 +10,7 @@ from torch import Tensor
 from rekindle.regions.recompute import rng_state as random_state
 from rekindle.regions.selective import kernel_backends
 from rekindle.regions.selective.compiled_code import called_by_generated_code
-from rekindle.regions.selective.decisions import AS_PLANNED, Fate
+from rekindle.regions.selective.decisions import AS_PLANNED, Decision
 from rekindle.regions.selective.offload_bridge import hooks_of, pause
 from rekindle.regions.selective.op_addresses import (
     AddressBook,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rekindle.policies import Policy
 
 _PURE, _VIEW, _FILLED, _METADATA = Kind.PURE, Kind.VIEW, Kind.FILLED, Kind.METADATA
-_RECOMPUTE = Fate.RECOMPUTE
+_RECOMPUTE = Decision.RECOMPUTE
 
 
 class _Running(local):
@@ -125,7 +125,7 @@ class RecordMode(TorchDispatchMode):
         self._counter = Counter(region)
         self._fake = entered_mode(FAKE)
         self._tracer = entered_mode(PROXY)
-        self._tiers: set[Fate] = set()
+        self._tiers: set[Decision] = set()
         self._was_blind = _running.is_blind
 
     @classmethod
@@ -201,10 +201,10 @@ class RecordMode(TorchDispatchMode):
         if value is None or value.held is not None or self.book.is_to_be_held(value):
             return
         ctx = self._counter.context(None, tensor, (), {}, is_recompute=False)
-        fate = self._policy.fate_of_name(name, ctx)
-        if fate is None or fate is _RECOMPUTE:
+        decision = self._policy.decide_named(name, ctx)
+        if decision is None or decision is _RECOMPUTE:
             return
-        self.book.hold_soon(tensor, value, name, self._hooks_of(fate))
+        self.book.hold_soon(tensor, value, name, self._hooks_of(decision))
 
     def close(self, failed: bool) -> None:
         """The forward is over."""
@@ -215,16 +215,16 @@ class RecordMode(TorchDispatchMode):
         if self._addresses is not None and not failed:
             self._check_addresses(self._addresses)
 
-    def _hooks_of(self, fate: Fate) -> Hooks | None:
-        """Who is to hold what has a fate: hooks around the region, if any, such as a region's.
+    def _hooks_of(self, decision: Decision) -> Hooks | None:
+        """Who is to hold what has a decision: hooks around the region, if any, such as a region's.
 
         What a replay saves is used at once, so there it is kept.
         """
-        is_kept = fate is Fate.KEEP or fate is _RECOMPUTE
+        is_kept = decision is Decision.KEEP or decision is _RECOMPUTE
         if is_kept or self._hooks is not None or recomputing.get() or capturing():
             return self._hooks
-        self._tiers.add(fate)
-        return hooks_of(fate)
+        self._tiers.add(decision)
+        return hooks_of(decision)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -271,18 +271,20 @@ class RecordMode(TorchDispatchMode):
         self._counter.number += 1
         if book.just_saved:
             book.just_saved.clear()
-        fate = op.fate
+        decision = op.decision
         if self._by_address is not None:
-            fate = self._fate_at_address(op.name, (*args, *kwargs.values()) if kwargs else args)
+            decision = self._decide_at_address(
+                op.name, (*args, *kwargs.values()) if kwargs else args
+            )
         elif self._by_number is not None:
-            fate = self._by_number.get(self._counter.number, _RECOMPUTE)
-        elif fate is None or op.keeps_inputs:
-            fate = self._ask(op, out, args, kwargs)
+            decision = self._by_number.get(self._counter.number, _RECOMPUTE)
+        elif decision is None or op.keeps_inputs:
+            decision = self._ask(op, out, args, kwargs)
         tensors = (out,) if isinstance(out, Tensor) else tensors_of(out)
         if op.kind is _VIEW and book.unwritten and args and book.is_unwritten(args[0]):
             book.leave_unwritten(tensors, op.func)
             return
-        if fate is Fate.KEEP and op.kind is not _VIEW:  # how it was made is of no interest
+        if decision is Decision.KEEP and op.kind is not _VIEW:  # how it was made is of no interest
             for tensor in tensors:
                 book.hold_soon(tensor, Value(None), op.func, self._hooks)
             return
@@ -293,18 +295,18 @@ class RecordMode(TorchDispatchMode):
         call.needs_grad = op.needs_grad
         if op.needs_switches:
             call.switches = kernel_backends.take()
-        if op.kind is _VIEW and fate is not _RECOMPUTE and is_of_a_parameter(call):
-            fate = _RECOMPUTE  # whose memory may be exchanged
+        if op.kind is _VIEW and decision is not _RECOMPUTE and is_of_a_parameter(call):
+            decision = _RECOMPUTE  # whose memory may be exchanged
         is_fixed = self._addresses is not None and _are_fixed(inputs)
-        needs_replay = self._may_replay and fate is _RECOMPUTE and _need_replay(inputs)
+        needs_replay = self._may_replay and decision is _RECOMPUTE and _need_replay(inputs)
         for tensor in tensors:
             value = Value(call)
             value.is_fixed = is_fixed
             value.needs_replay = needs_replay
             call.outs.append(ref(value))
-            if fate is not _RECOMPUTE or (type(tensor) is not Tensor and tensor.is_nested):
-                at_once = fate in AS_PLANNED.values()
-                book.hold_soon(tensor, value, op.func, self._hooks_of(fate), at_once)
+            if decision is not _RECOMPUTE or (type(tensor) is not Tensor and tensor.is_nested):
+                at_once = decision in AS_PLANNED.values()
+                book.hold_soon(tensor, value, op.func, self._hooks_of(decision), at_once)
             else:  # of a nested tensor that is made again, sizes would have other names
                 book.enter(tensor, value)
 
@@ -330,14 +332,14 @@ class RecordMode(TorchDispatchMode):
                 _blindly(book.hold, tensor, Value(None), func)
         return out
 
-    def _fate_at_address(self, name: str, given: tuple[Any, ...]) -> Fate:
-        """The fate of an op's result by its address; `given` is all that the op was given."""
+    def _decide_at_address(self, name: str, given: tuple[Any, ...]) -> Decision:
+        """The decision of an op's result by its address; `given` is all that the op was given."""
         addresses = self._addresses
         if addresses is None or name not in addresses.counts:
             return _RECOMPUTE
         if depends_on_parameters_alone(given, self.book.is_fixed):
             return _RECOMPUTE
-        return addresses.fate_of_next(name)
+        return addresses.decide_next(name)
 
     def _check_addresses(self, addresses: AddressBook) -> None:
         """Have the policy see whether the block ran what it was planned for."""
@@ -347,19 +349,19 @@ class RecordMode(TorchDispatchMode):
         if not self._policy.matches(addresses, type(block).__name__):
             forget(block)
 
-    def _ask(self, op: "_Op", out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fate:
+    def _ask(self, op: "_Op", out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
         """Ask the policy what becomes of an op's result, and of what it was given."""
         if op.is_ignored:
             return _RECOMPUTE
         policy = self._policy
         ctx = self._counter.context(op.func, out, args, kwargs, is_recompute=False)
-        fate = policy.fate(ctx) or _RECOMPUTE
+        decision = policy.decide(ctx) or _RECOMPUTE
         keeps_inputs = policy.keeps_inputs(ctx)
         if keeps_inputs:
             self._keep_inputs(args)
         if policy.by_op_alone:
-            op.fate, op.keeps_inputs = fate, keeps_inputs
-        return fate
+            op.decision, op.keeps_inputs = decision, keeps_inputs
+        return decision
 
     def _keep_inputs(self, args: tuple[Any, ...]) -> None:
         """Keep what an op was given rather than what that was made from, where it is as large."""
@@ -373,7 +375,7 @@ class _Op:
     """How an op is treated under a policy."""
 
     __slots__ = (
-        *("fate", "func", "is_ignored", "keeps_inputs", "kind", "name", "needs_grad"),
+        *("decision", "func", "is_ignored", "keeps_inputs", "kind", "name", "needs_grad"),
         "needs_switches",
     )
 
@@ -382,7 +384,7 @@ class _Op:
         self.kind = kind_of(func)
         self.name = func.name() if hasattr(func, "name") else str(func)
         self.is_ignored = func in SAC_IGNORED_OPS
-        self.fate: Fate | None = None
+        self.decision: Decision | None = None
         """What the policy said of it, if it says the same every time."""
         self.keeps_inputs = False
         """Whether it said, too, that what the op is given is to be kept."""

@@ -180,7 +180,7 @@ class Book:
                 self._later.append((tensor, ref(value), maker, hooks))
 
     def is_to_be_held(self, value: Value) -> bool:
-        """Whether a value's fate is decided, though it is not held yet."""
+        """Whether a value's decision is decided, though it is not held yet."""
         return any(value is fresh for _, fresh, *_ in self.fresh) or any(
             value is weak() for _, weak, _, _ in self._later
         )
