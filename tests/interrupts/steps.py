@@ -18,8 +18,8 @@ from rekindle.modules.forward import put
 from rekindle.offload.context import living_engines
 from rekindle.offload.tiers.workers import workers
 from rekindle.regions.recompute import ambient
-from rekindle.regions.saved_indices import Saves
 from rekindle.regions.selective import recorder as recording
+from rekindle.strategy import SavedIndices
 from rekindle.torch_private.autocast import autocast_level
 from rekindle.torch_private.autograd_graph import exec_group
 from rekindle.torch_private.func_transforms import old_vmap_level
@@ -72,7 +72,7 @@ _spill: dict[str, Any] = {"tier": "disk", "quota": 1.0, "min_bytes": 1}
 
 def _saves(model: nn.Module) -> None:
     for block in model.blocks:  # type: ignore[union-attr]
-        put(block, Saves(frozenset(range(0, 8, 2)), frozenset(range(1, 8, 2)), "disk"))
+        put(block, SavedIndices((0, 2, 4, 6), (1, 3, 5, 7), "disk"))
 
 
 def _offloaded_blocks(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ import rekindle
 from rekindle import policies
 from rekindle.offload.tiers.disk import DiskTier
 from rekindle.offload.tiers.spill_file import SpillFile
-from rekindle.regions.saved_indices import Saves
+from rekindle.strategy import SavedIndices
 from rekindle.torch_private.autograd_graph import saved_by
 from rekindle.torch_private.version_counters import VersionMark
 from tests.offloading import (
@@ -225,12 +225,10 @@ def test_a_copy_that_was_given_up_does_not_let_go_of_newer_bytes(
 
 
 PLANNED: dict[str, Any] = {
-    "what is saved, spilled": Saves(frozenset(), frozenset(range(100)), "disk"),
-    "every second of what is saved, spilled": Saves(
-        frozenset(), frozenset(range(0, 100, 2)), "disk"
-    ),
-    "what is saved, spilled or derived": Saves(
-        frozenset(range(0, 100, 3)), frozenset(range(1, 100, 2)), "disk"
+    "what is saved, spilled": SavedIndices((), tuple(range(100)), "disk"),
+    "every second of what is saved, spilled": SavedIndices((), tuple(range(0, 100, 2)), "disk"),
+    "what is saved, spilled or derived": SavedIndices(
+        tuple(range(0, 100, 3)), tuple(range(1, 100, 2)), "disk"
     ),
     "everything, spilled": policies.spill(),
     "every second op, spilled": policies.every(2, policies.spill()),
@@ -275,7 +273,7 @@ def test_a_chunk_of_a_result_that_was_changed_is_not_made_again_by_the_op_before
 
     module, x = Changes(), leaf(4, 8)
     expected = gradients(lambda: module(x), [x])
-    rekindle.apply(module, {"": Saves(frozenset(range(100)), frozenset())})
+    rekindle.apply(module, {"": SavedIndices(tuple(range(100)))})
     for _ in range(STEPS):
         assert same_bits(gradients(lambda: module(x), [x])[1][0], expected[1][0])
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import rekindle
 from rekindle.modules.caches import no_caches
-from rekindle.planner.candidate_to_strategy import Addressed, Numbered, what_of
+from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.devices import device_named
 from rekindle.planner.measure.memory_meter import LiveBytes
 from rekindle.planner.plan_for_budget import plan_by
@@ -18,9 +18,10 @@ from rekindle.planner.timeline import simulate
 from rekindle.planner.trace.block_graph import Graph, record
 from rekindle.planner.types import Option
 from rekindle.regions import saved_indices
-from rekindle.regions.selective.op_addresses import OpAddress
+from rekindle.regions.selective.planned_ops import NumberedOpsPolicy, policy_of
 from rekindle.regions.selective.tensor_table import Book
 from rekindle.report.op_words import word_of
+from rekindle.strategy import OpAddress, PlannedOps, SavedIndices
 from tests.toys import same_bits
 
 pytest.importorskip("scipy")
@@ -197,13 +198,13 @@ def test_what_is_derived_in_a_step_under_autocast_is_what_the_plan_says(
     case: Case, profile: rekindle.Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[tuple[tuple[int, ...], int]] = []
-    leave = saved_indices._Region.__exit__
+    leave = saved_indices.SavedIndicesRegion.__exit__
 
-    def spy(region: saved_indices._Region, *error: object) -> None:
+    def spy(region: saved_indices.SavedIndicesRegion, *error: object) -> None:
         leave(region, *error)
-        found.append((tuple(region.derived), region._number + 1))
+        found.append((tuple(region.recomputed), region.saved))
 
-    monkeypatch.setattr(saved_indices._Region, "__exit__", spy)
+    monkeypatch.setattr(saved_indices.SavedIndicesRegion, "__exit__", spy)
     for option in profile.blocks[0].options:
         if option.fate == "derive":
             rekindle.apply(case.model, {path: what_of(option) for path, _ in profile.order})
@@ -275,7 +276,7 @@ def test_a_block_that_runs_other_ops_says_that_its_plan_no_longer_matches(
     plain = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
     (tanh,) = [op.address for op in graph_of(block, x).ops if op.name == "aten::tanh"]
     assert tanh == OpAddress("one.1", "aten::tanh", 0, 1)
-    rekindle.apply(block, {"": Addressed(frozenset({tanh}), frozenset())})
+    rekindle.apply(block, {"": policy_of(PlannedOps((tanh,)))})
     assert all(map(same_bits, torch.autograd.grad(block(x).sum(), [x, *block.parameters()]), plain))
     assert kept == ["aten::tanh"]
     setattr(does, change, True)
@@ -291,14 +292,14 @@ def test_a_block_that_runs_other_ops_says_that_its_plan_no_longer_matches(
 
 def test_a_plan_of_an_older_file_goes_by_numbers() -> None:
     policy = what_of(Option("select", (1,)))
-    assert isinstance(policy, Numbered)
+    assert isinstance(policy, NumberedOpsPolicy)
 
 
 def test_a_block_that_saves_other_tensors_says_that_its_plan_no_longer_matches() -> None:
     does = Branching()
     block, x = Block(does), torch.randn(4, 8, requires_grad=True)
     saves = len(graph_of(block, x).saves)
-    rekindle.apply(block, {"": saved_indices.Saves(frozenset(), frozenset(), count=saves)})
+    rekindle.apply(block, {"": SavedIndices(count=saves)})
     block(x)
     does.doubles = True
     with torch.no_grad():
@@ -314,7 +315,7 @@ def test_a_block_in_evaluation_is_not_compared_with_its_plan() -> None:
     block, x = Block(does), torch.randn(4, 8, requires_grad=True)
     (tanh,) = [op.address for op in graph_of(block, x).ops if op.name == "aten::tanh"]
     assert tanh is not None
-    policy = Addressed(frozenset({tanh}), frozenset())
+    policy = policy_of(PlannedOps((tanh,)))
     rekindle.apply(block, {"": policy})
     does.doubles = True
     block.eval()(x)

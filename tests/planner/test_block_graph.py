@@ -13,7 +13,7 @@ from benchmarks.decoder import Shape
 from rekindle.planner.devices import device_named
 from rekindle.planner.measure.memory_meter import LiveBytes
 from rekindle.planner.trace.block_graph import record
-from rekindle.regions.saved_indices import derivable
+from rekindle.regions.saved_indices import recomputable_indices
 from tests.toys import Block
 
 CPU = device_named("cpu")
@@ -52,7 +52,7 @@ every_block = pytest.mark.parametrize("build", BLOCKS.values(), ids=BLOCKS)
 
 LOOKS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "record": lambda block, x: record(lambda: block(x), CPU, block),
-    "derivable": lambda block, x: derivable(lambda: block(x), 50),
+    "derivable": lambda block, x: recomputable_indices(lambda: block(x), 50),
 }
 every_look = pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 import rekindle
 from benchmarks.decoder import Block as DecoderBlock
 from benchmarks.decoder import Shape
-from rekindle.planner.candidate_to_strategy import Numbered
 from rekindle.planner.devices import device_named
 from rekindle.planner.trace.block_graph import Graph, Op, Value, record
 from rekindle.policies import Policy
 from rekindle.regions.selective.decisions import Decision
+from rekindle.regions.selective.planned_ops import policy_of
+from rekindle.strategy import NumberedOps
 from tests.toys import Block, same_bits
 
 pytest.importorskip("scipy")
@@ -202,7 +203,7 @@ def graph_of(block: nn.Module, x: Tensor) -> Graph:
 
 
 def seen_with(block: nn.Module, x: Tensor, kept: frozenset[int]) -> rekindle.Counts:
-    rekindle.apply(block, {"": Numbered(kept, frozenset())})
+    rekindle.apply(block, {"": policy_of(NumberedOps(tuple(kept)))})
     try:
         with rekindle.observe() as seen:
             step(block, x)
@@ -271,7 +272,7 @@ def test_every_set_of_a_real_block_gives_the_same_gradients(build: object) -> No
     block, x = build()  # type: ignore[operator]
     plain = [None if g is None else g.clone() for g in step(block, x)]
     for kept in keep_sets(graph_of(block, x)):
-        rekindle.apply(block, {"": Numbered(kept, frozenset())})
+        rekindle.apply(block, {"": policy_of(NumberedOps(tuple(kept)))})
         assert all(itertools.starmap(same_bits, zip(plain, step(block, x), strict=True)))
         rekindle.remove(block)
 

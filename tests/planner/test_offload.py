@@ -8,13 +8,14 @@ import torch
 
 import rekindle
 from benchmarks.decoder import Decoder, Shape
-from rekindle.planner.candidate_to_strategy import Numbered, what_of
+from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.candidates import deriving, offloading
 from rekindle.planner.trace.block_graph import Graph, Op, Value
 from rekindle.planner.types import Option
-from rekindle.regions.saved_indices import Saves
 from rekindle.regions.selective.decisions import Decision
+from rekindle.regions.selective.planned_ops import NumberedOpsPolicy
 from rekindle.report.op_words import named
+from rekindle.strategy import SavedIndices
 
 pytest.importorskip("scipy")
 
@@ -90,7 +91,7 @@ def test_all_that_can_be_derived_is_an_option_and_the_large_ones_alone() -> None
 
 def test_an_option_by_what_is_saved_is_carried_out_so() -> None:
     option = Option("derive", derived=(2, 4), offloaded=(0, 3))
-    assert what_of(option) == Saves(frozenset({2, 4}), frozenset({0, 3}))
+    assert what_of(option) == SavedIndices((2, 4), (0, 3))
 
 
 def test_names_are_those_of_the_ops_that_made_what_is_saved() -> None:
@@ -104,7 +105,7 @@ def test_names_are_those_of_the_ops_that_made_what_is_saved() -> None:
 
 def test_an_option_is_carried_out_by_the_numbers_of_its_ops() -> None:
     policy = what_of(replace(KEPT, kept=(2,), offloaded=(5,)))
-    assert isinstance(policy, Numbered)
+    assert isinstance(policy, NumberedOpsPolicy)
     assert policy.by_number == {2: Decision.KEEP, 5: Decision.OFFLOAD_AS_PLANNED}
 
 

@@ -11,10 +11,11 @@ from torch import nn
 
 import rekindle
 from rekindle.modules import apply_strategies
-from rekindle.planner.candidate_to_strategy import Numbered
 from rekindle.planner.trace.block_graph import Graph, Op, Value
 from rekindle.planner.types import Nearby, Option
+from rekindle.regions.selective.planned_ops import policy_of
 from rekindle.report.op_words import named
+from rekindle.strategy import NumberedOps
 from tests.toys import Block, Stack, gradients, same_bits
 
 KEEP = Option("keep", (), (), 100, 0, 0.001, 0.002, 110, 30)
@@ -270,7 +271,7 @@ def test_each_block_is_given_what_its_option_says() -> None:
     assert [(entry.path, entry.what) for entry in applied.entries] == [
         ("blocks.0", "keep"),
         ("blocks.1", "recompute"),
-        ("blocks.2", Numbered(frozenset({1, 3}), frozenset({5}))),
+        ("blocks.2", policy_of(NumberedOps((1, 3), (5,)))),
     ]
 
 

@@ -13,14 +13,15 @@ import rekindle
 from benchmarks.decoder import SHAPES, Decoder
 from rekindle.offload.context import engine_of
 from rekindle.planner import profile_model
-from rekindle.planner.candidate_to_strategy import Numbered, what_of
+from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.measure.link import bytes_per_second
 from rekindle.planner.plan_for_budget import plan_by
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import BlockProfile, Option
-from rekindle.regions.saved_indices import Saves
 from rekindle.regions.selective.decisions import Decision
 from rekindle.regions.selective.offload_bridge import _options
+from rekindle.regions.selective.planned_ops import NumberedOpsPolicy
+from rekindle.strategy import SavedIndices
 from tests.toys import Stack, same_bits
 
 pytest.importorskip("scipy")
@@ -138,12 +139,12 @@ def test_larger_inputs_are_planned_with_disk_too(
 
 def test_an_option_is_carried_out_by_its_tier() -> None:
     policy = what_of(Option("select", (1,), (2,), tier="disk"))
-    assert isinstance(policy, Numbered)
+    assert isinstance(policy, NumberedOpsPolicy)
     assert policy.by_number == {1: Decision.KEEP, 2: Decision.SPILL_AS_PLANNED}
     assert repr(policy) == "<keep ops [1], spill ops [2], recompute the rest>"
     saves = what_of(Option("derive", offloaded=(2,), tier="disk"))
-    assert saves == Saves(frozenset(), frozenset({2}), "disk")
-    assert repr(saves) == "<spill saves [2], keep the rest>"
+    assert saves == SavedIndices((), (2,), "disk")
+    assert repr(saves) == "SavedIndices(offloaded=(2,), tier='disk')"
 
 
 def test_what_leaves_is_seen_out_before_the_backward_of_a_last_block_that_moves_nothing(

@@ -14,9 +14,10 @@ import rekindle
 import rekindle.compat.checkpoint
 from rekindle import policies
 from rekindle.offload.offload_options import TierName
-from rekindle.regions.saved_indices import Saves
+from rekindle.regions.saved_indices import SavedIndicesEngine
 from rekindle.regions.selective.decisions import AS_PLANNED, Decision
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
+from rekindle.strategy import SavedIndices
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -96,11 +97,11 @@ def offloaded(**options: Any) -> Mode:
     return Mode(inside(lambda: rekindle.offload(**{"min_bytes": 0} | options)), moves=True)
 
 
-def by_save(saves: Saves) -> Mode:
+def by_index(strategy: SavedIndices) -> Mode:
     """A region by what autograd saves, as plans have some."""
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with saves.around(function, {}):
+        with SavedIndicesEngine(strategy).around(function):
             return function(*args, **kwargs)
 
     return Mode(run, moves=True)
@@ -120,13 +121,14 @@ def _of_tier(tier: TierName) -> dict[str, Mode]:
     """The modes that send activations to a tier."""
     away = policies.spill() if tier == "disk" else policies.offload()
     word = "spilled" if tier == "disk" else "offloaded"
-    some = frozenset(range(1, 1000, 3))
+    some = tuple(range(1, 1000, 3))
+    others = tuple(sorted({*range(1000)} - {*some}))
     return {
         word: offloaded(tier=tier, quota=1.0, derive=False),
         f"{word} or derived": offloaded(tier=tier, quota=0.7),
         f"{word} as is free": offloaded(tier=tier, quota="auto"),
-        f"{word} by save": by_save(Saves(frozenset(), frozenset(range(1000)), tier)),
-        f"{word} or derived by save": by_save(Saves(frozenset(range(1000)) - some, some, tier)),
+        f"{word} by save": by_index(SavedIndices((), tuple(range(1000)), tier)),
+        f"{word} or derived by save": by_index(SavedIndices(others, some, tier)),
         f"some {word}": under(
             policies.every(3, away) | policies.every(2, policies.keep()), moves=True
         ),

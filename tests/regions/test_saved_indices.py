@@ -17,12 +17,13 @@ import rekindle
 from benchmarks.decoder import SHAPES, Decoder
 from rekindle.offload.context import kept
 from rekindle.offload.derive import Derivation
-from rekindle.regions.saved_indices import Saves, derivable
+from rekindle.regions.saved_indices import recomputable_indices
+from rekindle.strategy import SavedIndices
 from rekindle.torch_private.saved_tensor_hooks import top_hooks
 from rekindle.torch_private.storages import storage_again
 from tests.toys import leaf, same_bits
 
-ALL = Saves(frozenset(range(1000)), frozenset())
+ALL = SavedIndices(tuple(range(1000)))
 
 
 class Gated(nn.Module):
@@ -60,7 +61,7 @@ def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(module(x).square().sum(), leaves))
 
 
-def applied(module: nn.Module, what: Saves = ALL) -> nn.Module:
+def applied(module: nn.Module, what: SavedIndices = ALL) -> nn.Module:
     rekindle.apply(module, {"": what})
     return module
 
@@ -121,10 +122,10 @@ def test_no_op_is_looked_at(x: Tensor) -> None:
 
 def test_only_the_numbers_that_are_given_are_derived(x: Tensor) -> None:
     module = Gated()
-    numbers = derivable(lambda: module(x), 20)
+    numbers = recomputable_indices(lambda: module(x), 20)
     assert len(numbers) == 2
     with rekindle.observe() as seen:
-        gradients(applied(module, Saves(frozenset(numbers[:1]), frozenset())), x)
+        gradients(applied(module, SavedIndices(numbers[:1])), x)
     assert seen.total.activations_dropped == 1
 
 
@@ -374,11 +375,6 @@ def test_a_mode_around_the_backward_sees_what_is_made_again(x: Tensor) -> None:
     with Silus() as seen:
         loss.backward()
     assert seen.count == 1
-
-
-def test_it_prints_what_it_does() -> None:
-    what = Saves(frozenset({3, 1}), frozenset({2}))
-    assert repr(what) == "<recompute saves [1, 3], offload saves [2], keep the rest>"
 
 
 class OpsSeen(TorchDispatchMode):

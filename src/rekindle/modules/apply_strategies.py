@@ -15,12 +15,12 @@ from rekindle.modules.forward import Way, forward_of, noted, put, take_away
 from rekindle.modules.wrappers import ActivationWrapper
 from rekindle.offload.context import Offload, offload
 from rekindle.policies import Policy
-from rekindle.regions.saved_indices import Saves
 from rekindle.regions.selective.decisions import Decision, decision_named
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
 from rekindle.regions.selective.offload_bridge import trim_fates
+from rekindle.strategy import SavedIndices
 
-What = str | Policy | Offload | Saves
+What = str | Policy | Offload | SavedIndices
 """A fate by its name, a policy, or `rekindle.offload(...)` with options; or what plans give."""
 
 
@@ -237,7 +237,7 @@ def _check_shared(wanted: _Wanted) -> None:
 def _checked(what: Any) -> What:
     if isinstance(what, str):
         decision_named(what)
-    elif not isinstance(what, Policy | Offload | Saves):
+    elif not isinstance(what, Policy | Offload | SavedIndices):
         raise TypeError(
             "A module is given a fate (keep, recompute, offload, spill), a policy or "
             f"rekindle.offload(...), but got {type(what).__name__}"
@@ -313,7 +313,7 @@ def _way(what: What, parts: list[tuple[str, What]], is_offloaded: bool) -> Way |
     if isinstance(what, Policy) or (what == "recompute" and parts):
         own = what if isinstance(what, Policy) else policies.recompute()
         return _joined(own, parts)
-    if isinstance(what, Offload | Saves):
+    if isinstance(what, Offload | SavedIndices):
         return what
     if what == "keep":
         return "keep" if is_offloaded else None
@@ -334,7 +334,7 @@ def _as_policy(path: str, part: Any) -> Policy:
         return part | policies.recompute()
     if isinstance(part, Offload):
         return _offload_policy(path, part)
-    if isinstance(part, Saves):
+    if isinstance(part, SavedIndices):
         raise ValueError(
             f"{path} is inside a module that is recomputed or has a policy: there it cannot go by "
             "what autograd saves"

@@ -22,11 +22,12 @@ from rekindle.compile import graph_location as traced
 from rekindle.errors import RekindleError
 from rekindle.offload.context import Offload, kept
 from rekindle.policies import Policy
-from rekindle.regions.saved_indices import Saves
+from rekindle.regions.saved_indices import SavedIndicesEngine
+from rekindle.strategy import SavedIndices
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_begins
 from rekindle.torch_private.saved_tensor_hooks import pop_hooks_to, top_hooks
 
-Way = Policy | Offload | Saves | Literal["recompute", "keep", "plain"]
+Way = Policy | Offload | SavedIndices | Literal["recompute", "keep", "plain"]
 """How a module runs: under a policy, offloaded, by what autograd saves, recomputed as a whole, kept
 as nothing around it keeps, or as it is."""
 
@@ -50,8 +51,7 @@ class Forward:
         self.own = own
         """What the module itself had in place of its class's forward."""
         traced.standing[id(module)] = self
-        self._trusted: dict[int, bool] = {}
-        """With `Saves`: what was seen to be the same when it was made again."""
+        self._by_index = SavedIndicesEngine(way) if isinstance(way, SavedIndices) else None
         self.is_on = True
         """Turned off by `remove`, also where somebody has wrapped it since."""
         functools.update_wrapper(self, self.__wrapped__, updated=())
@@ -109,7 +109,7 @@ class Forward:
             forward = self.__wrapped__
         if not self.is_on or way == "plain":
             return forward(*args, **kwargs)
-        if way == "keep" or isinstance(way, Offload | Saves):
+        if way == "keep" or isinstance(way, Offload | SavedIndices):
             around = self._hooks_of(way, forward)
             if not torch.compiler.is_compiling():
                 return _run_in(around, forward, args, kwargs)
@@ -122,11 +122,12 @@ class Forward:
         return checkpoint(forward, *args, **options, **kwargs)
 
     def _hooks_of(
-        self, way: Offload | Saves | Literal["keep"], forward: Callable[..., Any]
+        self, way: Offload | SavedIndices | Literal["keep"], forward: Callable[..., Any]
     ) -> AbstractContextManager[Any]:
         """What is entered around the forward."""
-        if isinstance(way, Saves):
-            return way.around(forward, self._trusted)
+        if self._by_index is not None:
+            return self._by_index.around(forward)
+        assert not isinstance(way, SavedIndices), "it has an engine"
         return way if isinstance(way, Offload) else kept()
 
     def __reduce__(self) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from rekindle.offload.offload_options import TierName
 from rekindle.planner.trace.block_graph import Graph
 from rekindle.planner.types import Option
-from rekindle.regions.selective.op_addresses import OpAddress
+from rekindle.strategy import OpAddress
 
 
 def deriving(derivable: tuple[int, ...], graph: Graph) -> list[Option]:

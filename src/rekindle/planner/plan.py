@@ -13,7 +13,7 @@ from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.json_schema import Inconsistency
 from rekindle.planner.types import Nearby, Option, twice
 from rekindle.policies import Policy
-from rekindle.regions.saved_indices import Saves
+from rekindle.strategy import SavedIndices
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Plan:
     verified: str | None = None
     """What `fit` found of the gradients under the plan; None if they were not compared."""
 
-    def fates(self, model: nn.Module) -> Mapping[str, str | Policy | Saves]:
+    def fates(self, model: nn.Module) -> Mapping[str, str | Policy | SavedIndices]:
         """What each block of a model is given; an error if the plan is for another one."""
         if self.model not in (class_name(model), type(model).__name__):
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from rekindle.offload.offload_options import FATE_OF_TIER, TierName
 from rekindle.planner import json_files
 from rekindle.planner.json_schema import Difference, Inconsistency
-from rekindle.regions.selective.op_addresses import OpAddress
+from rekindle.strategy import OpAddress
 
 LossSource: TypeAlias = Literal["model", "given", "none"]
 """Where a step's loss comes from: the model, or the function that is the step, returns it; it was

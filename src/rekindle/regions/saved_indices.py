@@ -1,15 +1,16 @@
-"""A region by what autograd saves: no op is looked at, so that the host has next to nothing to do.
+"""Regions by `strategy.SavedIndices`: saved tensors stay, but for those at some indices.
 
-What is saved stays, but for what goes to host memory or disk, and for what one op gives back from
-others that are saved anyway. Numbers count what autograd saves in the region. If a forward goes
-another way than the one they were found in, other tensors go or stay, and gradients are the same.
+Tensors at the indices `offloaded` are copied to host memory or disk; each of those at `recomputed`
+is made again by one op, from tensors that are saved anyway. No op of the forward is looked at, so
+that the host has next to nothing to do. An index counts the tensors that autograd saves in the
+region. If a forward takes another way than the one in which the indices were found, other tensors
+are moved or made again, and gradients are the same.
 """
 
 import warnings
 from _thread import RLock
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,12 +22,12 @@ from rekindle import observation
 from rekindle.offload.activation import Kept, Saved, bytes_of, changed_in_place, unpack
 from rekindle.offload.context import kept
 from rekindle.offload.derive import Derivation, derivation_of
-from rekindle.offload.offload_options import FATE_OF_TIER, TierName
 from rekindle.regions.backward_cleanup import empty_when_backward_ends
 from rekindle.regions.selective.decisions import AS_PLANNED
 from rekindle.regions.selective.offload_bridge import hooks_of, pause
 from rekindle.regions.selective.op_addresses import block_of
 from rekindle.regions.switches import recomputing
+from rekindle.strategy import SavedIndices
 from rekindle.torch_private.autograd_graph import graph_task_id
 from rekindle.torch_private.cuda import capturing
 from rekindle.torch_private.dispatch_modes import dispatch_modes, entered_modes, is_traced
@@ -38,63 +39,53 @@ from rekindle.torch_private.storages import storage_key
 from rekindle.torch_private.version_counters import VersionMark, version_of, versions_of
 
 
-@dataclass(frozen=True)
-class Saves:
-    """What becomes of what autograd saves in a region, by number; the rest stays."""
+class SavedIndicesEngine:
+    """Runs the forwards of one function by a `strategy.SavedIndices`."""
 
-    derived: frozenset[int]
-    """Made again by one op, where one does."""
-    offloaded: frozenset[int]
-    tier: TierName = "host"
-    """Where those go."""
-    count: int = 0
-    """How many tensors the region saved when the numbers were found; 0 if that is not known."""
+    def __init__(self, strategy: SavedIndices) -> None:
+        self.strategy = strategy
+        self.recomputed = frozenset(strategy.recomputed)
+        self.offloaded = frozenset(strategy.offloaded)
+        self.bits_match: dict[int, bool] = {}
+        """Whether a recomputed tensor had the bits that it had in forward, by index: seen once."""
+        self.warned_of_count = False
 
-    def around(
-        self, function: Callable[..., Any], trusted: dict[int, bool]
-    ) -> AbstractContextManager[Any]:
-        """To be entered around the region's forward.
-
-        `trusted` is the function's own: whether what is made again was seen to have the same bits,
-        by number. It is looked at once.
-        """
+    def around(self, function: Callable[..., Any]) -> AbstractContextManager[Any]:
+        """A context to enter around one forward."""
         if func_transform() is not None:  # autograd forbids hooks there
             return nullcontext()
         # What a replay saves, or a captured graph, is used at once or in place.
         if recomputing.get() or capturing():
             return kept()
-        return _Region(self, function, trusted)
-
-    def __repr__(self) -> str:
-        parts = [("recompute", self.derived), (FATE_OF_TIER[self.tier], self.offloaded)]
-        told = [f"{word} saves {sorted(numbers)}" for word, numbers in parts if numbers]
-        return f"<{', '.join([*told, 'keep the rest'])}>"
+        return SavedIndicesRegion(self, function)
 
 
-def derivable(forward: Callable[[], Any], count: int) -> tuple[int, ...]:
-    """The numbers of what one op gives back, in a forward that saves so many tensors."""
-    region = _Region(Saves(frozenset(range(count)), frozenset()), forward, {})
+def recomputable_indices(forward: Callable[[], Any], count: int) -> tuple[int, ...]:
+    """Indices of saved tensors that one op makes again, seen in a run of `forward`.
+
+    `count` is the number of tensors that autograd saves in it.
+    """
+    region = SavedIndicesRegion(SavedIndicesEngine(SavedIndices(tuple(range(count)))), forward)
     with region:
         out = forward()
     del out
-    return tuple(region.derived)
+    return tuple(region.recomputed)
 
 
-class _Region:
-    """One forward of a region."""
+class SavedIndicesRegion:
+    """One forward of a region, and what autograd saved in it."""
 
-    def __init__(
-        self, saves: Saves, function: Callable[..., Any], trusted: dict[int, bool]
-    ) -> None:
-        self._saves = saves
-        self._trusted = trusted
-        self._block = block_of(function) if saves.count else None
-        self._decision = AS_PLANNED[saves.tier]
-        self._send = hooks_of(self._decision)[0]
-        self._number = -1
-        self._dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
-        """By storage: several nodes may save one result."""
-        self.derived: list[int] = []
+    def __init__(self, engine: SavedIndicesEngine, function: Callable[..., Any]) -> None:
+        self._engine = engine
+        self._block = block_of(function) if engine.strategy.count else None
+        self._decision = AS_PLANNED[engine.strategy.tier]
+        self._copy_out = hooks_of(self._decision)[0] if engine.offloaded else None
+        self.saved = 0
+        """Number of tensors that autograd has saved in the region."""
+        self._dropped: WeakValueDictionary[int, _DroppedResult] = WeakValueDictionary()
+        """Results that are not held, by storage: several nodes may save one result."""
+        self.recomputed: list[int] = []
+        """Indices of saved tensors that were dropped."""
         self._watch: observation.Watch | None = None
         if observation.active:
             self._watch = observation.Watch(function)
@@ -105,19 +96,20 @@ class _Region:
 
     def __exit__(self, *error: object) -> None:
         pop_hooks()
-        if self._saves.offloaded:
+        if self._copy_out is not None:
             pause([self._decision], failed=error[0] is not None)
         if self._block is not None and error[0] is None:
             self._check_count(self._block)
 
     def _check_count(self, block: nn.Module) -> None:
-        """Say so, once, if the region saves more or fewer tensors than it was planned for."""
-        found, planned = self._number + 1, self._saves.count
+        """Warn, once, if the region saves more or fewer tensors than it was planned for."""
+        engine, found = self._engine, self.saved
+        planned = engine.strategy.count
         if found == planned or not (block.training and torch.is_grad_enabled()):
             return
-        if self._trusted.setdefault(_TOLD, False):
+        if engine.warned_of_count:
             return
-        self._trusted[_TOLD] = True
+        engine.warned_of_count = True
         warnings.warn(
             f"The plan no longer matches a {type(block).__name__}: when it was made, autograd "
             f"saved {planned} tensors there, and now {found}. Gradients are right; memory and time "
@@ -130,104 +122,107 @@ class _Region:
         """What autograd gets in place of a tensor that it saves."""
         if is_traced():  # what an op that makes a graph saves is no activation
             return Kept(x)
-        self._number += 1
-        if self._number in self._saves.offloaded:
-            return self._send(x)
-        if self._number in self._saves.derived:
-            dropped = self._derivation(x)
+        index = self.saved
+        self.saved = index + 1
+        if index in self._engine.offloaded:
+            assert self._copy_out is not None, "it is there if anything is offloaded"
+            return self._copy_out(x)
+        if index in self._engine.recomputed:
+            dropped = self._drop(x, index)
             if dropped is not None:
-                self.derived.append(self._number)
+                self.recomputed.append(index)
                 if self._watch is not None:
                     self._watch.saved(x)
-                return _DroppedPart(dropped, x)
+                return _DroppedTensor(dropped, x)
         return Kept(x)
 
-    def _derivation(self, x: Tensor) -> "_Dropped | None":
-        """How a tensor is made again; None if it is not, or has other bits then."""
-        if not _can_be_shown(x) or _foreign_mode():
+    def _drop(self, x: Tensor, index: int) -> "_DroppedResult | None":
+        """The result that a tensor is or shows, to be made again; None if that is not possible."""
+        if not _is_strided_memory(x) or _foreign_mode():
             return None
         storage = x.untyped_storage()
         key = storage_key(storage)
         known = self._dropped.get(key)
         if known is not None and known.mark.is_of(x):
             return known if known.derivation.dtype == x.dtype else None
-        derivation = derivation_of(x, storage, _may_give)
-        if derivation is None or derivation.dtype != x.dtype or not self._is_trusted(derivation, x):
+        derivation = derivation_of(x, storage, _can_be_a_source)
+        if derivation is None or derivation.dtype != x.dtype:
             return None
-        dropped = self._dropped[key] = _Dropped(derivation, x, self._watch)
+        if not self._gives(derivation, x, index):
+            return None
+        dropped = self._dropped[key] = _DroppedResult(derivation, x, self._watch)
         return dropped
 
-    def _is_trusted(self, derivation: Derivation, x: Tensor) -> bool:
-        """Whether the bits are the same: Note [When a node tells the whole truth]."""
+    def _gives(self, derivation: Derivation, x: Tensor, index: int) -> bool:
+        """True if the result has the same bits: Note [When a node tells the whole truth]."""
         if isinstance(x, FakeTensor):
             return True
-        if self._number not in self._trusted:
-            data = bytes_of(x.untyped_storage(), x.device)
-            self._trusted[self._number] = derivation.gives(data)
-        return self._trusted[self._number]
+        bits_match = self._engine.bits_match
+        if index not in bits_match:
+            bits_match[index] = derivation.gives(bytes_of(x.untyped_storage(), x.device))
+        return bits_match[index]
 
 
-def _can_be_shown(x: Tensor) -> bool:
-    """Whether a tensor is given by its storage, shape and strides."""
+def _is_strided_memory(x: Tensor) -> bool:
+    """True if storage, shape, strides and offset are all there is to a tensor."""
     if type(x) not in (Tensor, FakeTensor) or x.is_nested or x.layout is not torch.strided:
         return False
     return not (x.is_conj() or x.is_neg())
 
 
 def _foreign_mode() -> bool:
-    """Whether a dispatch mode of somebody else is on: it may have ops do something else."""
+    """True if a dispatch mode of somebody else is on: it may have ops do something else."""
     ours = "rekindle.", "torch._subclasses."  # the latter: fake tensors, to profile with
     return dispatch_modes() > 0 and any(
         not type(mode).__module__.startswith(ours) for mode in entered_modes()
     )
 
 
-_TOLD = -1
-"""In place of a number: whether it was said that the plan no longer matches."""
 _CURE = "change it after the backward, or rekindle.remove() what the model runs by."
 
 
-def _may_give(source: Any) -> bool:
-    return isinstance(source, Saved | Kept | _DroppedPart)
+def _can_be_a_source(source: Any) -> bool:
+    """True if what was packed for a saved tensor can be had again to make others from it."""
+    return isinstance(source, Saved | Kept | _DroppedTensor)
 
 
-class _Dropped:
-    """A result that is not held: one op makes it again when backward wants it."""
+class _DroppedResult:
+    """A result that is not held: one op makes it again when backward asks for it."""
 
-    __slots__ = ("__weakref__", "_lock", "_now", "_storage", "_watch", "derivation", "mark")
+    __slots__ = ("__weakref__", "_lock", "_remade", "_storage", "_watch", "derivation", "mark")
 
     def __init__(self, derivation: Derivation, x: Tensor, watch: observation.Watch | None) -> None:
         self.derivation = derivation
         self.mark = VersionMark(x)
         self._storage = StorageWeakRef(x.untyped_storage())  # so that its key stays its own
-        self._now: Tensor | None = None
-        """The result while backward has use for it."""
+        self._remade: Tensor | None = None
+        """The result while backward uses it."""
         self._watch = watch
         self._lock = RLock()
 
     def get(self) -> Tensor:
         with self._lock:
-            if self._now is not None:
-                return self._now
+            if self._remade is not None:
+                return self._remade
             made = self.derivation.make(_CURE)
             if self._watch is not None:
                 self._watch.replayed(1, again=False)
             if graph_task_id() != -1:
-                self._now = made
+                self._remade = made
                 empty_when_backward_ends(self)
             return made
 
     def empty(self) -> None:
-        """Let go of the result: it can be made once more."""
-        self._now = None
+        """Let go of the result, which can be made once more."""
+        self._remade = None
 
 
-class _DroppedPart:
-    """A saved tensor that is, or shows, a result that is made again."""
+class _DroppedTensor:
+    """A saved tensor that is, or is a view of, a result that is made again."""
 
     __slots__ = ("_counter", "_dropped", "_offset", "_shape", "_stride", "nbytes", "version")
 
-    def __init__(self, dropped: _Dropped, x: Tensor) -> None:
+    def __init__(self, dropped: _DroppedResult, x: Tensor) -> None:
         self._dropped = dropped
         self._shape, self._stride, self._offset = x.shape, x.stride(), x.storage_offset()
         self.nbytes = x.numel() * x.element_size()
@@ -236,7 +231,7 @@ class _DroppedPart:
 
     @property
     def depth(self) -> int:
-        """How many ops it takes to make it."""
+        """Number of ops that it takes to make the tensor."""
         return self._dropped.derivation.depth
 
     def is_unchanged(self) -> bool:
@@ -248,14 +243,14 @@ class _DroppedPart:
             assert self._counter is not None, "else nobody would know"
             dtype, found = self._dropped.derivation.dtype, self._counter._version
             raise changed_in_place(self._shape, dtype, self.version, found)
-        return self._shown(self._dropped.get())
+        return self._view_of(self._dropped.get())
 
     def at_hand(self) -> Tensor | None:
-        """The tensor, if that takes no waiting."""
+        """The tensor, if what it is made from is at hand."""
         made = self._dropped.derivation.at_hand()
-        return None if made is None else self._shown(made)
+        return None if made is None else self._view_of(made)
 
-    def _shown(self, made: Tensor) -> Tensor:
+    def _view_of(self, made: Tensor) -> Tensor:
         shown = made.detach().as_strided(self._shape, self._stride, self._offset)
         if self._counter is None:
             return shown

@@ -19,7 +19,7 @@ from rekindle.planner.trace.block_graph import Graph, record
 from rekindle.planner.trace.step_trace import without_graph
 from rekindle.planner.types import Option
 from rekindle.regions.recompute import ambient
-from rekindle.regions.saved_indices import derivable
+from rekindle.regions.saved_indices import recomputable_indices
 from rekindle.torch_private.fake_mode import FakeTensor
 from rekindle.torch_private.pytrees import tree_leaves, tree_map
 
@@ -59,7 +59,7 @@ class Lone:
         """The numbers of what is saved that one op gives back from other things that are."""
         args, kwargs = self._inputs()
         with forward_in(self._around):
-            return derivable(lambda: self._block(*args, **kwargs), len(graph.saves))
+            return recomputable_indices(lambda: self._block(*args, **kwargs), len(graph.saves))
 
     def measured(self, option: Option) -> Option:
         """An option, with what it costs."""

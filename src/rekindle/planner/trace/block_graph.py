@@ -22,12 +22,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rekindle.offload.activation import Kept, unpack
 from rekindle.planner.devices import Device, seconds_of
 from rekindle.regions.selective.op_addresses import (
-    OpAddress,
-    Whereabouts,
+    ModuleFinder,
     depends_on_parameters_alone,
     is_parameter,
 )
 from rekindle.regions.selective.op_kinds import Kind, can_be_run_again, kind_of
+from rekindle.strategy import OpAddress
 from rekindle.torch_private.dispatch_modes import (
     ASKS_DEVICE,
     TorchDispatchMode,
@@ -149,7 +149,7 @@ class _GraphMode(TorchDispatchMode):
         self._built = built
         self._number = -1
         self._device = device
-        self._whereabouts = None if block is None else Whereabouts(block)
+        self._modules = None if block is None else ModuleFinder(block)
         self.counts: Counter[str] = Counter()
         self.communicates = False
 
@@ -190,10 +190,10 @@ class _GraphMode(TorchDispatchMode):
         return out
 
     def _address(self, name: str) -> OpAddress | None:
-        if self._whereabouts is None:
+        if self._modules is None:
             return None
         self.counts[name] += 1
-        return OpAddress(self._whereabouts.path(), name, self.counts[name] - 1, 0)
+        return OpAddress(self._modules.path(), name, self.counts[name] - 1, 0)
 
 
 def record(forward: Callable[[], Any], device: Device, block: nn.Module | None = None) -> Graph:

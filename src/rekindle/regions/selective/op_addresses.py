@@ -11,7 +11,6 @@ results that are to be kept only: for every op that would be slow.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -25,29 +24,11 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-@dataclass(frozen=True, order=True)
-class OpAddress:
-    """Where in a block an op is."""
-
-    module: str
-    """The path of the innermost module that runs it, from the block; empty for the block itself."""
-    op: str
-    """The op's name with its overload, such as `aten::addmm`."""
-    index: int
-    """How many ops of this name ran before it in the block."""
-    count: int
-    """How many ops of this name run in one forward of the block."""
-
-    def __str__(self) -> str:
-        where = f" in {self.module}" if self.module else ""
-        return f"{self.op} {self.index + 1} of {self.count}{where}"
-
-
 PlannedDecisions: TypeAlias = Mapping[str, Mapping[int, tuple[str, Decision]]]
 """Module and decision of results that are not recomputed: by the op's name, then by its index."""
 
 
-class Whereabouts:
+class ModuleFinder:
     """Finds which module of a block is running; one for each block, made anew if modules change."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -69,14 +50,14 @@ class Whereabouts:
         return ""
 
 
-_known: "WeakKeyDictionary[nn.Module, Whereabouts]" = WeakKeyDictionary()
+_known: "WeakKeyDictionary[nn.Module, ModuleFinder]" = WeakKeyDictionary()
 
 
-def whereabouts_in(block: nn.Module) -> Whereabouts:
+def module_finder_of(block: nn.Module) -> ModuleFinder:
     """What finds the modules of a block."""
     found = _known.get(block)
     if found is None:
-        found = _known[block] = Whereabouts(block)
+        found = _known[block] = ModuleFinder(block)
     return found
 
 
@@ -117,15 +98,15 @@ def depends_on_parameters_alone(args: Iterable[Any], is_fixed: Callable[[Tensor]
     return found
 
 
-class AddressBook:
+class PlannedOpCounter:
     """The ops of one call of a block, as far as a plan has decisions for ops of their names."""
 
     def __init__(self, decisions: PlannedDecisions, block: nn.Module) -> None:
         self._decisions = decisions
-        self._whereabouts = whereabouts_in(block)
+        self._modules = module_finder_of(block)
         self.counts: dict[str, int] = dict.fromkeys(decisions, 0)
         """How many ops of each name ran."""
-        self.strays: dict[str, str] = {}
+        self.misplaced: dict[str, str] = {}
         """By the name of an op that was to be kept: where it ran, if that is not as planned."""
 
     def decide_next(self, op: str) -> Decision:
@@ -133,11 +114,11 @@ class AddressBook:
         index = self.counts[op]
         self.counts[op] = index + 1
         planned = self._decisions[op].get(index)
-        if planned is None or op in self.strays:
+        if planned is None or op in self.misplaced:
             return Decision.RECOMPUTE
         module, decision = planned
-        found = self._whereabouts.path()
+        found = self._modules.path()
         if found != module:
-            self.strays[op] = found
+            self.misplaced[op] = found
             return Decision.RECOMPUTE
         return decision

@@ -15,7 +15,7 @@ import torch
 from rekindle.errors import RekindleError
 from rekindle.regions.selective.decisions import FOR_TORCH, Decision, decision_of
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext, runs_one_of
-from rekindle.regions.selective.op_addresses import AddressBook, PlannedDecisions
+from rekindle.regions.selective.op_addresses import PlannedDecisions, PlannedOpCounter
 from rekindle.regions.selective.op_names import (
     Op,
     cheap,
@@ -74,7 +74,7 @@ class Policy:
     by_address: PlannedDecisions | None = None
     """Decisions by the address of an op in its block, if that alone decides, but `recompute`."""
 
-    def matches(self, ran: AddressBook, block: str) -> bool:  # noqa: ARG002
+    def matches(self, ran: PlannedOpCounter, block: str) -> bool:  # noqa: ARG002
         """Whether a block ran what a policy by addresses was made for: asked after each call."""
         return True
 

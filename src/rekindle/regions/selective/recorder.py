@@ -13,7 +13,7 @@ from rekindle.regions.selective.compiled_code import called_by_generated_code
 from rekindle.regions.selective.decisions import AS_PLANNED, Decision
 from rekindle.regions.selective.offload_bridge import hooks_of, pause
 from rekindle.regions.selective.op_addresses import (
-    AddressBook,
+    PlannedOpCounter,
     block_of,
     depends_on_parameters_alone,
     forget,
@@ -117,11 +117,11 @@ class RecordMode(TorchDispatchMode):
         self._ops = _remembered(policy)
         self._by_number = policy.by_number
         self._by_address = policy.by_address
-        self._addresses: AddressBook | None = None
+        self._addresses: PlannedOpCounter | None = None
         if policy.by_address:
             self._block = block_of(region.function)
             if self._block is not None:
-                self._addresses = AddressBook(policy.by_address, self._block)
+                self._addresses = PlannedOpCounter(policy.by_address, self._block)
         self._counter = Counter(region)
         self._fake = entered_mode(FAKE)
         self._tracer = entered_mode(PROXY)
@@ -341,7 +341,7 @@ class RecordMode(TorchDispatchMode):
             return _RECOMPUTE
         return addresses.decide_next(name)
 
-    def _check_addresses(self, addresses: AddressBook) -> None:
+    def _check_addresses(self, addresses: PlannedOpCounter) -> None:
         """Have the policy see whether the block ran what it was planned for."""
         block = self._block
         if block is None or not block.training:  # then dropout does not run, and no plan is for it
