@@ -205,7 +205,7 @@ def test_progress_is_a_bool_or_none(wanted: object) -> None:
 
 
 def test_only_the_first_rank_tells(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
-    monkeypatch.setattr(planning, "is_first", lambda: False)
+    monkeypatch.setattr(planning, "is_first_rank", lambda: False)
     monkeypatch.setattr(progress, "_PATIENCE", 0.0)
     rekindle.profile(Stack(2, 16), torch.randn(8, 16))
     assert lines == []

@@ -415,7 +415,7 @@ def test_a_compiled_model_has_no_break_from_it() -> None:
 
 def test_ranks_do_not_plan_again(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fitted()
-    monkeypatch.setattr(runtime, "has_others", lambda: True)
+    monkeypatch.setattr(runtime, "has_other_ranks", lambda: True)
     grads(model, LARGE)
     (line,) = lines()
     assert "ranks would have to agree on when" in line

@@ -28,11 +28,11 @@ from rekindle.planner.plan_for_budget import (
 )
 from rekindle.planner.progress import Progress, each, shown, tell
 from rekindle.planner.ranks.rank_sync import (
+    all_gather,
     collective,
-    decided,
-    everyone,
-    is_first,
-    refuse_different,
+    is_first_rank,
+    on_first_rank,
+    require_same_on_ranks,
 )
 from rekindle.planner.ranks.worst_case import outline_of, worst
 from rekindle.planner.runtime import Fitting, Verify, keep_fitted
@@ -131,7 +131,7 @@ def _profile(
     _need_scipy()
     if not on_meta:
         _refuse_without_memory(model)
-        refuse_different(spill=spill, loss="none" if loss is None else "given")
+        require_same_on_ranks(spill=spill, loss="none" if loss is None else "given")
     with shown(_progress(progress)):
         if on_meta:
             found = imagine(model, batch, optimizer, like, given)
@@ -169,7 +169,7 @@ def _check_options(optimizer: Any, spill: Any) -> None:
 def _progress(wanted: Any) -> Progress:
     if wanted is not None and not isinstance(wanted, bool):
         raise TypeError(f"progress should be a bool or None, but got {type(wanted).__name__}")
-    return Progress(wanted if is_first() else False)
+    return Progress(wanted if is_first_rank() else False)
 
 
 def _is_meta(device: Any) -> bool:
@@ -206,7 +206,7 @@ def _agreed_profile(profile: Any, call: str) -> Profile:
     if not isinstance(profile, Profile):
         raise TypeError(f"{call}() takes a profile, but got {type(profile).__name__}")
     _need_scipy()
-    profiles = everyone(profile)
+    profiles = all_gather(profile)
     if any(outline_of(other) != outline_of(profile) for other in profiles):
         raise ValueError(
             "The profiles that ranks were given are not of one measurement: they have other blocks "
@@ -239,7 +239,7 @@ def frontier(
         profile = _agreed_profile(profile, "frontier")
         if not isinstance(points, int) or isinstance(points, bool) or points < 1:
             raise ValueError(f"points should be a whole number from 1 on, but got {points!r}")
-        refuse_different(points=points)
+        require_same_on_ranks(points=points)
         with shown(_progress(progress)):
             return _frontier(profile, points)
 
@@ -249,7 +249,7 @@ def _frontier(profile: Profile, points: int) -> list[Point]:
 
     tell("the least that works")
     highest = plain_prediction(profile).peak
-    least = decided(lambda: solver.smallest(profile).prediction.peak)
+    least = on_first_rank(lambda: solver.smallest(profile).prediction.peak)
     found: list[Point] = []
     for i in each(range(points), "point"):
         budget = highest - (highest - least) * i // max(points - 1, 1)
@@ -346,7 +346,7 @@ def _fit(
                 "spill=True, but the profile was measured without it: "
                 "rekindle.profile(..., spill=True)"
             )
-    refuse_different(verify=verify, profile="none" if known is None else "given")
+    require_same_on_ranks(verify=verify, profile="none" if known is None else "given")
     if known is None:
         measured = profile(model, batch, loss=loss, optimizer=optimizer, spill=spill)
     else:

@@ -28,7 +28,7 @@ from rekindle.planner.plan_for_budget import (
     with_nearby,
 )
 from rekindle.planner.progress import tell
-from rekindle.planner.ranks.rank_sync import everyone, has_others, same_on_all
+from rekindle.planner.ranks.rank_sync import all_gather, has_other_ranks, raised_on_all_ranks
 from rekindle.planner.runtime import Fitting, Verify, keep_fitted, plan_of
 from rekindle.planner.training_step import Call, Step
 from rekindle.planner.types import Profile
@@ -217,7 +217,7 @@ def _chosen(measured: Profile, aim: int, is_last: bool) -> "Choice":
 
 def _most(trial: Trial) -> tuple[int, float]:
     """The highest peak and the longest time of all ranks' trials of one plan."""
-    trials = everyone((trial.peak, trial.seconds))
+    trials = all_gather((trial.peak, trial.seconds))
     return max(peak for peak, _ in trials), max(seconds for _, seconds in trials)
 
 
@@ -247,7 +247,7 @@ def _within(step: Step, limit: int, measured: Profile, verify: Verify) -> _Tried
         _log.info("the step peaks at %s: planning again", format_bytes(peak))
         aim -= peak - limit + max(limit // 200, 1)
     found = f"measured at {format_bytes(peak)}" if peak > limit + 1 else "out of memory"
-    raise same_on_all(
+    raise raised_on_all_ranks(
         BudgetError(
             f"Plans for {format_bytes(limit)} were {found}, more than was predicted. Try a larger "
             "budget, or free what else is on the device."
@@ -263,7 +263,7 @@ def _tried_out(step: Step, plan: Plan, measured: Profile, *, with_gradients: boo
     try:
         return try_out(step, plan, measured, with_gradients=with_gradients)
     except torch.OutOfMemoryError:
-        if has_others():
+        if has_other_ranks():
             raise
     if _device(step).type == "cuda":
         torch.cuda.empty_cache()

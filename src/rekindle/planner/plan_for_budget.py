@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rekindle.errors import RekindleError
 from rekindle.planner.plan import Plan
-from rekindle.planner.ranks.rank_sync import decided, everyone
+from rekindle.planner.ranks.rank_sync import all_gather, on_first_rank
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import Option, Prediction, Profile
 from rekindle.sizes import format_bytes, parse_bytes
@@ -50,7 +50,7 @@ def plan_chosen(profile: Profile, limit: int, choose: "Callable[[], Choice]") ->
         places = [menu.index(o) for menu, o in zip(menus, choice.options, strict=True)]
         return places, choice.prediction, choice.gap
 
-    places, prediction, gap = decided(decision)
+    places, prediction, gap = on_first_rank(decision)
     options = [profile.options(i)[place] for i, place in enumerate(places)]
     return plan_by(profile, limit, options, prediction, gap)
 
@@ -61,7 +61,7 @@ def with_nearby(profile: Profile, plan: Plan) -> Plan:
 
     options = tuple(option for _, _, option in plan.blocks)
     now = Prediction(plan.predicted_peak, plan.predicted_time)
-    less, more = decided(lambda: nearby(profile, plan.budget, options, now))
+    less, more = on_first_rank(lambda: nearby(profile, plan.budget, options, now))
     return replace(plan, less=less, more=more)
 
 
@@ -111,7 +111,7 @@ def budget_bytes(profile: Profile, budget: int | str) -> int:
     if isinstance(share, float):
         activations = plain_prediction(profile).peak - profile.static_bytes
         share = profile.static_bytes + int(share * activations)
-    return min(everyone(share))
+    return min(all_gather(share))
 
 
 def checked_budget(budget: Any) -> int | float:

@@ -26,7 +26,7 @@ from rekindle.planner.measure.timing import Clock, DeviceClock
 from rekindle.planner.measure.whole_step_calibration import told_together
 from rekindle.planner.progress import each, tell
 from rekindle.planner.ranks.joint_candidates import joint_menu
-from rekindle.planner.ranks.rank_sync import everyone, same_on_all
+from rekindle.planner.ranks.rank_sync import all_gather, raised_on_all_ranks
 from rekindle.planner.ranks.worst_case import Joint, Kind, Run, join, worst
 from rekindle.planner.timeline import cached_after_blocks, simulate
 from rekindle.planner.trace.block_signature import Traits, traits_of
@@ -75,13 +75,13 @@ def measure(
     blocks = unwrapped_blocks(model)
     _refuse_scripts(blocks)
     _refuse_other_models(model, blocks)
-    static = max(everyone(static_bytes(model, optimizer, device, step.tensors())))
+    static = max(all_gather(static_bytes(model, optimizer, device, step.tensors())))
     with repeatable(step), metered_as_a_whole(device, step.there_before()) as whole:
         tell("outline")
         seen = outline(step, blocks, device, bench.clock, partial(_key, blocks, traits_of(blocks)))
         if not seen.order:
             raise ValueError("The step ran none of the model's blocks: does it call the model?")
-        joint = join(everyone(_run(seen)), blocks)
+        joint = join(all_gather(_run(seen)), blocks)
         with gathered_around(model, blocks.values()):
             profiles = _profiles(blocks, seen, joint, bench)
         order = [(path, joint.numbers[path]) for path in joint.order]
@@ -112,13 +112,13 @@ def measure(
         if seen.casts_gone:  # what was freed with the cache had been counted as there
             casts = cached_after_blocks(found, _recomputed(found))
             found = replace(found, rest_peak=found.rest_peak + casts)
-        found = worst(everyone(found), found)
+        found = worst(all_gather(found), found)
         found = replace(found, rest_seconds=max(joint.seconds - _recomputed_seconds(found), 0.0))
         if bench.shows_more_together:
             tell("all blocks together")
             found = told_together(model, found, partial(bench.clock.timed, step))
         if not bench.clock.is_exact:  # else nothing was allocated
-            found = replace(found, planning_peak=static + max(everyone(whole.peak())))
+            found = replace(found, planning_peak=static + max(all_gather(whole.peak())))
     return found
 
 
@@ -132,10 +132,10 @@ def _run(seen: Seen) -> Run:
 def _refuse_other_models(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
     """Ranks that plan together have the same model; they need not run the same blocks of it."""
     kinds = {path: class_name(block) for path, block in blocks.items()}
-    models = everyone((class_name(model), kinds))
+    models = all_gather((class_name(model), kinds))
     if any(other != models[0] for other in models):
         told = " and ".join(dict.fromkeys(f"{name} with {len(own)} blocks" for name, own in models))
-        raise same_on_all(
+        raise raised_on_all_ranks(
             ValueError(
                 f"Ranks that plan together have to have the same model, but have {told}. Stages of "
                 "a pipeline are planned apart: give group= the process group of one stage's ranks."

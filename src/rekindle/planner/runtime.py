@@ -25,7 +25,7 @@ from rekindle.planner.loss import Loss
 from rekindle.planner.measure.model_lock import turn_of
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
-from rekindle.planner.ranks.rank_sync import has_others
+from rekindle.planner.ranks.rank_sync import has_other_ranks
 from rekindle.regions.selective.offload_bridge import begin_backward
 from rekindle.regions.switches import recomputing
 from rekindle.sizes import format_bytes, parse_bytes
@@ -125,7 +125,7 @@ class Standing:
             return "the plan was applied, not fitted"
         if compiled_around(model, [path for path, _, _ in self.plan.blocks]) is not None:
             return "its blocks are compiled; call rekindle.fit before torch.compile"
-        if has_others():
+        if has_other_ranks():
             return "ranks would have to agree on when; call rekindle.fit on all of them"
         if sharded_parameters(model):
             return "its parameters are sharded, and gathered by now for this call"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rekindle.planner.gradient_fingerprints import Fingerprints, Gathering
 from rekindle.planner.loss import A_FUNCTION, Loss, in_form, scalar_in
 from rekindle.planner.measure.memory_meter import bytes_of, storages_of
-from rekindle.planner.ranks.rank_sync import wait_for_all
+from rekindle.planner.ranks.rank_sync import wait_for_all_ranks
 from rekindle.planner.types import LossSource
 from rekindle.regions.recompute.call_on_copies import copies_for
 from rekindle.torch_private.pytrees import tree_flatten, tree_leaves
@@ -72,7 +72,7 @@ class Step:
             del out
         if self.is_first:  # a rank that failed in its forward does not come to reduce gradients
             self.is_first = False
-            wait_for_all()
+            wait_for_all_ranks()
         if self._others is None:
             own = set(self.model.parameters())
             self._others = {leaf: leaf.grad for leaf in _leaves_of(loss) if leaf not in own}

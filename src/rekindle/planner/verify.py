@@ -22,7 +22,7 @@ from rekindle.modules.unwrapping import in_places
 from rekindle.planner.gradient_fingerprints import Fingerprint, Fingerprints, differing
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.plan import Plan
-from rekindle.planner.ranks.rank_sync import everyone, first_told, same_on_all
+from rekindle.planner.ranks.rank_sync import all_gather, first_message, raised_on_all_ranks
 from rekindle.planner.timeline import simulate
 from rekindle.planner.training_step import Step
 from rekindle.planner.types import Option, Profile
@@ -55,14 +55,14 @@ def verify_gradients(
     how = f"with {len(changed)} of {len(fates)} blocks run another way"
     reference = _gradients(step, fates)
     others = differing(found, reference)
-    count = max(everyone(len(others)))
+    count = max(all_gather(len(others)))
     if not count:
         return f"{BIT_FOR_BIT}, {how}"
     again = [_gradients(step, fates) for _ in range(_AGAIN)]
     wrong = [key for key in others if not _is_within(found[key], reference[key], again, key)]
     error = _told(plan, found, reference, wrong) if wrong else None
-    if (told := first_told(error)) is not None:
-        raise same_on_all(GradientError(told))
+    if (told := first_message(error)) is not None:
+        raise raised_on_all_ranks(GradientError(told))
     parameters = "1 parameter" if count == 1 else f"{count} parameters"
     return f"{BIT_FOR_BIT} but for {parameters}, within the run-to-run spread, {how}"
 

@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
 from rekindle.planner.measure.block_benchmark import Lone
-from rekindle.planner.ranks import rank_calls
+from rekindle.planner.ranks import rank_group
 from rekindle.planner.solve import solver
 from rekindle.planner.types import BlockProfile, Option
 from tests.ranks import fork_ranks, process_group
@@ -299,7 +299,7 @@ def missing() -> Found:
     """One rank alone makes a collective call, and gives up; then both make one."""
     model, x = stack(2), own_batch()
     found: Found = {"type": None}
-    with mock.patch.object(rank_calls, "MEETING_SECONDS", 0.5):
+    with mock.patch.object(rank_group, "MEETING_SECONDS", 0.5):
         if dist.get_rank() == 0:
             found = raised(partial(rekindle.profile, model, x, loss=loss_of))
     dist.barrier()

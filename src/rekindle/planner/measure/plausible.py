@@ -9,7 +9,7 @@ plain block's time. So no plan is predicted to be faster than no plan.
 from collections.abc import Callable
 from dataclasses import replace
 
-from rekindle.planner.ranks.rank_sync import everyone
+from rekindle.planner.ranks.rank_sync import all_gather
 from rekindle.planner.types import Option
 
 TimeAgain = Callable[[list[Option]], list[Option]]
@@ -22,7 +22,7 @@ def plausible(options: list[Option], time_again: TimeAgain) -> list[Option]:
     All ranks time theirs again if one has to. A rank that has not run the block has no options.
     """
     is_odd = any(_is_too_fast(option, options[0]) for option in options)
-    if any(everyone(is_odd)) and options:
+    if any(all_gather(is_odd)) and options:
         options = time_again(options)
     return [at_least(option, options[0]) for option in options]
 

@@ -14,7 +14,7 @@ from torch import nn
 from rekindle.modules.apply_strategies import apply, undo
 from rekindle.modules.unwrapping import in_places
 from rekindle.planner.candidate_to_strategy import what_of
-from rekindle.planner.ranks.rank_sync import everyone, has_others
+from rekindle.planner.ranks.rank_sync import all_gather, has_other_ranks
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import Option, Profile
 
@@ -31,9 +31,9 @@ def told_together(
     ways = {path: what_of(option) for path, option in zip(paths, leanest, strict=True)}
     apply(model, in_places(model, ways))
     try:
-        taken = max(everyone(seconds_of_a_step()))
+        taken = max(all_gather(seconds_of_a_step()))
     except torch.OutOfMemoryError:  # it holds more than with everything recomputed
-        if has_others():  # which would wait for a rank that does not run its step
+        if has_other_ranks():  # which would wait for a rank that does not run its step
             raise
         return profile
     finally:

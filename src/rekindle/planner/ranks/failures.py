@@ -1,4 +1,4 @@
-"""An error on one rank, as a value from which the other ranks raise the same error."""
+"""An error on one rank as a value, from which the other ranks raise the same error."""
 
 import pickle
 import traceback
@@ -12,7 +12,7 @@ _ON_RANK = "On rank"
 
 @dataclass(frozen=True)
 class Failure:
-    """What an error consists of: its class is not called, as it may take other arguments."""
+    """The parts of an error. Its class is not called: it may take other arguments."""
 
     kind: type[Exception]
     args: tuple[Any, ...]
@@ -20,7 +20,7 @@ class Failure:
     """Its attributes and notes."""
 
     def error(self) -> Exception:
-        """The error, made anew."""
+        """Make the error again."""
         error = self.kind.__new__(self.kind, *self.args)
         error.args = self.args
         vars(error).update(self.state)
@@ -28,9 +28,10 @@ class Failure:
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """What an error on a rank is to other ranks; from now on it says itself on which it was raised.
+    """Return an error for other ranks, and name this rank in the error itself.
 
-    It has the same class and text, if that can be. The rank's traceback is a note.
+    The failure has the error's class and text if these can be pickled. The rank's traceback is a
+    note of it.
 
     >>> failure_of(ValueError("too large"), 3).error()
     ValueError('On rank 3: too large')
@@ -42,14 +43,14 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         state = {name: value for name, value in vars(error).items() if _is_picklable(value)}
         state["__notes__"] = [*getattr(error, "__notes__", ()), note]
         failure = Failure(type(error), error.args, state)
-        if _is_whole(failure, str(error)):
+        if _survives_pickle(failure, str(error)):
             return failure
     text = str(error) if str(error).startswith(_ON_RANK) else f"{_ON_RANK} {rank}: {error}"
     return Failure(RekindleError, (f"{text} ({type(error).__name__})",), {"__notes__": [note]})
 
 
 def _name_rank(error: BaseException, rank: int) -> None:
-    """Have an error say on which rank it was raised: in its text, or else in a note."""
+    """Name the rank in an error: in its text, or else in a note."""
     name = f"{_ON_RANK} {rank}: "
     if len(error.args) == 1 and isinstance(error.args[0], str):
         error.args = (name + error.args[0],)
@@ -65,8 +66,8 @@ def _is_picklable(value: Any) -> bool:
     return True
 
 
-def _is_whole(failure: Failure, text: str) -> bool:
-    """Whether a failure goes through pickle, and an error with the text comes out."""
+def _survives_pickle(failure: Failure, text: str) -> bool:
+    """Return whether a failure goes through pickle, and an error with the text comes out."""
     try:
         return str(pickle.loads(pickle.dumps(failure)).error()) == text
     except Exception:  # noqa: BLE001 - the methods of its class may raise anything

@@ -13,7 +13,7 @@ from rekindle.planner.candidates import deriving, keeping_saves, offloading, sel
 from rekindle.planner.measure.block_benchmark import Lone
 from rekindle.planner.measure.plausible import at_least, plausible
 from rekindle.planner.progress import each
-from rekindle.planner.ranks.rank_sync import everyone
+from rekindle.planner.ranks.rank_sync import all_gather
 from rekindle.planner.ranks.worst_case import worst_options
 from rekindle.planner.trace.block_graph import Graph
 from rekindle.planner.types import Option
@@ -66,7 +66,7 @@ def _candidates(run: Lone | None, graph: Graph | None) -> _Menu:
         own |= {f"derive {i}": option for i, option in enumerate(derived)}
         own |= {f"select {i}": option for i, option in enumerate(kept)}
         offer = _Offer(graph.structure(), graph.communicates, own)
-    offers = [other for other in everyone(offer) if other is not None]
+    offers = [other for other in all_gather(offer) if other is not None]
     if offer is None:
         return {}
     if all(other.structure == offer.structure for other in offers):
@@ -83,7 +83,7 @@ def _common(menus: list[_Menu]) -> list[str]:
 
 def _worst(menu: _Menu) -> list[Option]:
     """The options that all ranks have measured, each with the most that any rank has."""
-    menus = [other for other in everyone(menu) if other]
+    menus = [other for other in all_gather(menu) if other]
     names = _common(menus)
     lists = [[other[name] for name in names] for other in menus]
     own = [(menu or menus[0])[name] for name in names]

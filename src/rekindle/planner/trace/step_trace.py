@@ -25,7 +25,7 @@ from rekindle.planner.measure.cast_cache import CacheWatch
 from rekindle.planner.measure.memory_meter import Meter, metered, storages_of, unmetered
 from rekindle.planner.measure.model_lock import on_this_thread
 from rekindle.planner.measure.timing import Clock
-from rekindle.planner.ranks.rank_sync import wait_for_all
+from rekindle.planner.ranks.rank_sync import wait_for_all_ranks
 from rekindle.planner.training_step import Step
 from rekindle.regions.recompute import ambient
 from rekindle.torch_private.data_parallel import sharded_parameters
@@ -202,7 +202,7 @@ def _gather_calls(step: Step, blocks: dict[str, nn.Module], key_of: KeyOf, seen:
             stack.callback(block.register_forward_hook(after).remove)
         loss = step.loss()
         gathering.ended()
-    wait_for_all()  # before a backward that one may not come to
+    wait_for_all_ranks()  # before a backward that one may not come to
     if sharded_parameters(step.model):
         loss.backward()  # FSDP minds a forward without one
     if gathering.order != seen.order:

@@ -2,9 +2,9 @@
 
 Note [Beside the group's collectives]. A rank that fails may leave the others in a collective of the
 model's: an exchange by another collective would be taken for the one they wait for. So ranks
-exchange by the key-value store by which the process group was set up. There a rank says that it has
-failed at any moment, and each rank that waits looks for that. Ranks that wait in a collective of
-the model's hear of it when that ends: the group's time-out, as in training.
+exchange by the key-value store by which the process group was set up. A rank can write its error
+there at any moment, and each rank that waits looks for one. Ranks that wait in a collective of the
+model's see the error when that ends: after the group's time-out, as in training.
 """
 
 import pickle
@@ -22,20 +22,20 @@ _Value = TypeVar("_Value")
 _Error = TypeVar("_Error", bound=Exception)
 _LONGEST_PAUSE = 0.02
 """Seconds between two looks at the store."""
-_TELLING_SECONDS = 60.0
-"""How long a rank that fails may take to tell of it: it puts its traceback into words."""
+_ERROR_SECONDS = 60.0
+"""Seconds that a rank may take to write its error, which includes formatting its traceback."""
 MEETING_SECONDS = 300.0
-"""How long a rank waits for the others to make the same call; half of the group's time-out, if that
-is less."""
+"""Seconds that a rank waits for the others to make the same call; half of the group's time-out, if
+that is less."""
 
 
-class Ranks:
+class RankGroup:
     """The ranks of a process group during one call that all of them make."""
 
     def __init__(self, group: "dist.ProcessGroup") -> None:
         self._rank = dist.get_rank()
         self.members: list[int] = dist.get_process_group_ranks(group)
-        """The ranks, as all of the run number them."""
+        """The ranks, as numbered in the whole run."""
         store = default_store()
         self._seconds = store.timeout.total_seconds()
         """The time-out of the default group."""
@@ -47,7 +47,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that decides, and speaks."""
+        """True on the rank that makes decisions for all, and that writes to the log."""
         return self._rank == self.members[0]
 
     def meet(self, call: str) -> None:
@@ -55,16 +55,15 @@ class Ranks:
         number = self._calls.add(f"calls/{self._rank}", 1)
         self._store = part_of_store(str(number), self._calls)
         try:
-            calls = self.exchange(call, min(MEETING_SECONDS, self._seconds / 2))
-        except (
-            _MissingError
-        ) as missing:  # as if it had not been made, should the others make it later
+            calls = self.all_gather(call, min(MEETING_SECONDS, self._seconds / 2))
+        except _MissingRanksError as missing:
+            # As if the call had not been made, should the others make it later.
             self._calls.add(f"calls/{self._rank}", -1)
             self._store.delete_key(self._key(self._rank))
             raise RekindleError(
                 f"{call}() is a collective call: all ranks of its group make it, but "
-                f"{_told(missing.ranks)} did not within {missing.seconds:.0f} s. For a model that "
-                "this rank runs alone, give group= a process group of this rank alone."
+                f"{_format_ranks(missing.ranks)} did not within {missing.seconds:.0f} s. For a "
+                "model that this rank runs alone, give group= a process group of this rank alone."
             ) from None
         for rank, other in zip(self.members, calls, strict=True):
             if other != call:
@@ -73,40 +72,43 @@ class Ranks:
                     f"{rank} called {other}()"
                 )
 
-    def exchange(self, value: _Value, seconds: float | None = None) -> list[_Value]:
-        """The values of all ranks, in the order of the group; the error of one that has failed."""
+    def all_gather(self, value: _Value, seconds: float | None = None) -> list[_Value]:
+        """Return the values of all ranks, in the order of the group.
+
+        Raises the error of a rank that has failed.
+        """
         self._round += 1
         self._store.set(self._key(self._rank), pickle.dumps(value))
         keys = [self._key(rank) for rank in self.members]
         self._wait_for(keys, self._seconds if seconds is None else seconds)
         values = [pickle.loads(self._store.get(key)) for key in keys]
-        if self._round > 1:  # of which every rank has read all, since it is here
+        if self._round > 1:  # every rank that is in this round has read all of the last one
             self._store.delete_key(self._key(self._rank, self._round - 1))
         return values
 
-    def decide(self, work: Callable[[], _Value]) -> _Value:
-        """What the first rank makes of some work, for all; if it raises an error, all raise it."""
+    def on_first_rank(self, work: Callable[[], _Value]) -> _Value:
+        """Return the first rank's result of some work on all ranks; its error is raised on all."""
         outcome: tuple[Any, RekindleError | None] = None, None
         if self.is_first:
             try:
                 outcome = work(), None
             except RekindleError as error:
                 outcome = None, error
-        value, failure = self.exchange(outcome)[0]
+        value, failure = self.all_gather(outcome)[0]
         if failure is not None:
-            raise self.same_on_all(failure)
-        decided: _Value = value
-        return decided
+            raise self.raised_on_all_ranks(failure)
+        result: _Value = value
+        return result
 
-    def same_on_all(self, error: _Error) -> _Error:
-        """An error that every rank raises of its own accord: the others need not be told."""
+    def raised_on_all_ranks(self, error: _Error) -> _Error:
+        """Return an error that every rank raises of its own accord, and so need not be shared."""
         self._raised = error
         return error
 
     def share(self, error: BaseException) -> BaseException:
-        """Tell the other ranks of an error on this one; returns the one that all ranks raise.
+        """Write this rank's error to the store; returns the error that all ranks raise.
 
-        That is the first one that is told.
+        That is the first one that was written.
         """
         if error is self._raised:
             return error
@@ -130,13 +132,13 @@ class Ranks:
                 raise error
             if time.monotonic() > until:
                 late = [r for r in self.members if not self._store.check([self._key(r)])]
-                raise _MissingError(late, seconds)
+                raise _MissingRanksError(late, seconds)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _first_error(self) -> BaseException | None:
-        """The error that was told first; None if its rank could not tell it."""
-        until = time.monotonic() + min(_TELLING_SECONDS, self._seconds)
+        """The error that was written first; None if its rank could not write it."""
+        until = time.monotonic() + min(_ERROR_SECONDS, self._seconds)
         while not self._store.check(["error"]):
             if time.monotonic() > until:
                 return None
@@ -146,15 +148,16 @@ class Ranks:
         return self._raised
 
 
-class _MissingError(RekindleError):
-    """Ranks did not come to an exchange."""
+class _MissingRanksError(RekindleError):
+    """Some ranks did not come to an exchange in time."""
 
     def __init__(self, ranks: list[int], seconds: float) -> None:
-        super().__init__(f"{_told(ranks)} did not come to an exchange within {seconds:.0f} s")
+        late = _format_ranks(ranks)
+        super().__init__(f"{late} did not come to an exchange within {seconds:.0f} s")
         self.ranks, self.seconds = ranks, seconds
 
 
-def _told(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks))}"
