@@ -95,8 +95,8 @@ def discard(aside: Aside) -> None:
             handle.remove()
 
 
-def tell(error: torch.OutOfMemoryError, function: Callable[..., Any]) -> None:
-    """Have an error in a region told to whoever stands on its module."""
+def annotate_oom(error: torch.OutOfMemoryError, function: Callable[..., Any]) -> None:
+    """Add to an error in a region what is known of its module's plan."""
     module = getattr(function, "__self__", function)
     who = attached(module) if isinstance(module, nn.Module) else None
     if who is not None:

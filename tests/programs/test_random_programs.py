@@ -19,7 +19,7 @@ import torch._dynamo  # when torch imports it later, its traceback keeps whoever
 from hypothesis import HealthCheck, Phase, assume, find, given, note, settings
 
 import rekindle
-from rekindle.regions.recompute.recompute_region import Frame
+from rekindle.regions.recompute.recompute_region import RecomputeRegion
 from rekindle.regions.selective.selective_region import Region as SelectiveRegion
 from tests.programs import (
     MODES,
@@ -44,19 +44,19 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> WeakSet[Any]:
     """The frames that are alive."""
     alive: WeakSet[Any] = WeakSet()
 
-    class NotedFrame(Frame):
+    class NotedRecomputeRegion(RecomputeRegion):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             alive.add(self)
 
-    class NotedRegion(SelectiveRegion):
+    class NotedSelectiveRegion(SelectiveRegion):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             alive.add(self)
 
-    module = sys.modules["rekindle._api.checkpoint"]
-    monkeypatch.setattr(module, "Frame", NotedFrame)
-    monkeypatch.setattr(module, "Region", NotedRegion)
+    module = sys.modules["rekindle.regions.run"]
+    monkeypatch.setattr(module, "RecomputeRegion", NotedRecomputeRegion)
+    monkeypatch.setattr(module, "SelectiveRegion", NotedSelectiveRegion)
     return alive
 
 

@@ -1,32 +1,20 @@
 """The front door: `checkpoint` and `checkpoint_sequential`."""
 
 import functools
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rekindle import policies
 from rekindle.compile.graph_breaks import run_outside_graphs
 from rekindle.compile.hand_over import hand_over, is_exporting, run_traced
-from rekindle.regions.recompute.recompute_region import Frame
 from rekindle.regions.recompute.reentrant import CheckpointFunction
-from rekindle.regions.region_options import (
-    ContextFn,
-    DeterminismCheck,
-    Options,
-    contexts_from,
-    options_of,
-)
-from rekindle.regions.selective import eager_location
-from rekindle.regions.selective.policy_contexts import policy_in
-from rekindle.regions.selective.selective_region import Region
-from rekindle.torch_private.dispatch_modes import dispatch_state
+from rekindle.regions.region_options import ContextFn, DeterminismCheck, options_of
+from rekindle.regions.run import run_checkpointed
 from rekindle.torch_private.dynamo_frames import no_graph_begins, within_compiled_code
 from rekindle.torch_private.func_transforms import func_transform
-from rekindle.torch_private.saved_tensor_hooks import top_hooks
 from rekindle.torch_private.torch_checkpoint import noop_context_fn
 
 
@@ -119,7 +107,7 @@ def checkpoint(
         return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
             function, preserve_rng_state, *args
         )
-    return _run(function, args, kwargs, options)
+    return run_checkpointed(function, args, kwargs, options)
 
 
 def _for_dynamo(context_fn: ContextFn) -> ContextFn:
@@ -131,54 +119,10 @@ def _for_dynamo(context_fn: ContextFn) -> ContextFn:
     return context_fn
 
 
-@no_graph_begins
-def _run(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> Any:
-    """Run the forward of a region."""
-    hooks, modes = top_hooks(False), dispatch_state()
-    region = region_of(function, args, kwargs, options)
-    try:
-        with region:
-            out = function(*args, **kwargs)
-    except BaseException:  # Note [Put back as often as asked]
-        region.abandon(hooks, modes)
-        raise
-    if isinstance(out, Tensor):
-        region.has_one_output = True
-    elif type(out) in _LAZY:
-        raise TypeError(
-            f"{function!r} returns a {type(out).__name__}: it has not run yet, so there is nothing "
-            "to checkpoint. Checkpoint the functions that it calls."
-        )
-    return out
-
-
-def region_of(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-) -> Frame | Region:
-    """What to enter around a region's forward: recorded if it has a policy, else to be replayed."""
-    if options.context_fn is None:
-        return Frame(function, args, kwargs, options)
-    contexts = contexts_from(options.context_fn)
-    policy = policy_in(contexts)
-    if policy is None:
-        return Frame(function, args, kwargs, options, contexts)
-    return Region(policies.of(policy), function, args, kwargs, options)
-
-
-eager_location.forwards.add(_run.__code__)
-eager_location.replays.add(Frame._run_again.__code__)
-
 _EXPORTED = policies.recompute()
 """The policy of a region without one in `torch.export`, which copies a region's `context_fn` to the
 exported graph and fails where there is none. It can go when torch's `proxy_mode_key` of
 `tag_activation_checkpoint` asks whether there is one; torch 2.11 and 2.13 do not."""
-
-_LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
 def _decorate(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

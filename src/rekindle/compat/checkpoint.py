@@ -30,10 +30,10 @@ from rekindle import (
     set_checkpoint_early_stop,
     set_device_states,
 )
-from rekindle._api.checkpoint import region_of
 from rekindle.compile.hand_over import run_traced
 from rekindle.regions.recompute.rng_state import infer_device_type
 from rekindle.regions.region_options import ContextFn, options_of
+from rekindle.regions.run import region_for
 from rekindle.regions.selective.policy_contexts import CachedMode, CachingMode
 from rekindle.torch_private.dispatch_modes import is_traced
 from rekindle.torch_private.func_transforms import func_transform
@@ -148,5 +148,5 @@ def _checkpoint_without_reentrant_generator(
     if not grad_enabled() or func_transform() is not None:
         yield
         return
-    with region_of(fn, args, kwargs, options):
+    with region_for(fn, args, kwargs, options):
         yield

@@ -12,7 +12,7 @@ from torch import nn
 
 import rekindle
 from rekindle.integrations import What, library, models
-from rekindle.module_attachment import tell
+from rekindle.module_attachment import annotate_oom
 from rekindle.planner.input_shapes import Shapes, elements, input_shapes, told
 from rekindle.sizes import format_bytes
 
@@ -92,7 +92,7 @@ class Callback(_Callback):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:  # noqa: ARG002
         if isinstance(exception, torch.OutOfMemoryError):
-            tell(exception, pl_module)
+            annotate_oom(exception, pl_module)
         models.remove(pl_module)
 
 

@@ -22,10 +22,10 @@ from rekindle.compile import graph_location as traced
 from rekindle.errors import RekindleError
 from rekindle.offload.context import Offload, kept
 from rekindle.policies import Policy
+from rekindle.regions.base import run_under_hooks
 from rekindle.regions.saved_indices import SavedIndicesEngine
 from rekindle.strategy import SavedIndices
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_begins
-from rekindle.torch_private.saved_tensor_hooks import pop_hooks_to, top_hooks
 
 Way = Policy | Offload | SavedIndices | Literal["recompute", "keep", "plain"]
 """How a module runs: under a policy, offloaded, by what autograd saves, recomputed as a whole, kept
@@ -112,7 +112,7 @@ class Forward:
         if way == "keep" or isinstance(way, Offload | SavedIndices):
             around = self._hooks_of(way, forward)
             if not torch.compiler.is_compiling():
-                return _run_in(around, forward, args, kwargs)
+                return run_under_hooks(around, forward, args, kwargs)
             with around:
                 return forward(*args, **kwargs)
         options: dict[str, Any] = {"context_fn": way} if isinstance(way, Policy) else {}
@@ -136,23 +136,6 @@ class Forward:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Forward":
         module = copy.deepcopy(self.__self__, memo)
         return Forward(module, self.way, copy.deepcopy(self.own, memo))
-
-
-@no_graph_begins
-def _run_in(
-    around: AbstractContextManager[Any],
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run a forward under saved-tensor hooks that a context enters."""
-    hooks = top_hooks(False)
-    try:
-        with around:
-            return forward(*args, **kwargs)
-    except BaseException:  # Note [Put back as often as asked]
-        pop_hooks_to(hooks)
-        raise
 
 
 @no_graph_begins

@@ -20,7 +20,7 @@ from rekindle.offload.offload_options import OnFull, Options, Quota, TierName, o
 from rekindle.offload.tiers.disk import DiskTier
 from rekindle.offload.tiers.host import HostTier
 from rekindle.offload.tiers.staged import StagedDiskTier
-from rekindle.regions.switches import recomputing
+from rekindle.regions.base import is_replaying
 from rekindle.torch_private.cuda import capturing
 from rekindle.torch_private.dispatch_modes import is_traced
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_inside, not_compiled
@@ -171,7 +171,7 @@ class Offload:
     def _entry(self) -> "_Entry":
         if func_transform() is not None:  # autograd forbids hooks in transforms
             return _Entry(False, None)
-        if recomputing.get() or capturing():
+        if is_replaying() or capturing():
             # What a replay saves, or a captured graph, is used at once or in place.
             return _Entry(True, None)
         self._engine = _engine_for(self.options)

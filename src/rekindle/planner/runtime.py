@@ -26,8 +26,8 @@ from rekindle.planner.measure.model_lock import turn_of
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
 from rekindle.planner.ranks.rank_sync import has_other_ranks
+from rekindle.regions.base import is_replaying
 from rekindle.regions.selective.offload_bridge import begin_backward
-from rekindle.regions.switches import recomputing
 from rekindle.sizes import format_bytes, parse_bytes
 from rekindle.torch_private.cuda import capturing
 from rekindle.torch_private.data_parallel import sharded_parameters
@@ -93,7 +93,7 @@ class Standing:
         """The model is called."""
         if torch.compiler.is_compiling() or not model.training:
             return
-        if recomputing.get() or not torch.is_grad_enabled():
+        if is_replaying() or not torch.is_grad_enabled():
             return
         with turn_of(model):  # which another thread may have, to plan the model again
             standing = _on(model)  # none while this thread measures the model
@@ -240,7 +240,7 @@ def _see_out(_block: nn.Module, _args: Any, out: Any) -> None:
 
     A last block that moves nothing itself would not: its backward would be on top of that.
     """
-    if torch.compiler.is_compiling() or recomputing.get() or func_transform() is not None:
+    if torch.compiler.is_compiling() or is_replaying() or func_transform() is not None:
         return
     for leaf in tree_leaves(out):
         if isinstance(leaf, Tensor) and leaf.requires_grad:

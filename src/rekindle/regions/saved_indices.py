@@ -23,10 +23,10 @@ from rekindle.offload.activation import Kept, Saved, bytes_of, changed_in_place,
 from rekindle.offload.context import kept
 from rekindle.offload.derive import Derivation, derivation_of
 from rekindle.regions.backward_cleanup import empty_when_backward_ends
+from rekindle.regions.base import is_replaying
 from rekindle.regions.selective.decisions import AS_PLANNED
 from rekindle.regions.selective.offload_bridge import hooks_of, pause
 from rekindle.regions.selective.op_addresses import block_of
-from rekindle.regions.switches import recomputing
 from rekindle.strategy import SavedIndices
 from rekindle.torch_private.autograd_graph import graph_task_id
 from rekindle.torch_private.cuda import capturing
@@ -55,7 +55,7 @@ class SavedIndicesEngine:
         if func_transform() is not None:  # autograd forbids hooks there
             return nullcontext()
         # What a replay saves, or a captured graph, is used at once or in place.
-        if recomputing.get() or capturing():
+        if is_replaying() or capturing():
             return kept()
         return SavedIndicesRegion(self, function)
 

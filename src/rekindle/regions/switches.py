@@ -6,20 +6,17 @@ regions inside compiled code. There is one of each: ours are torch's values, who
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from rekindle.regions.base import is_replaying
 from rekindle.torch_private.torch_checkpoint import (
     force_debug,
     force_early_stop,
     forced_debug,
     forced_early_stop,
 )
-
-recomputing: ContextVar[bool] = ContextVar("rekindle_recomputing", default=False)
-
 
 early_stop = forced_early_stop
 debug = forced_debug
@@ -76,4 +73,4 @@ def is_recomputing() -> bool:
     """
     if torch.compiler.is_compiling():  # traced once; and Dynamo cannot read a context variable
         return False
-    return recomputing.get()
+    return is_replaying()

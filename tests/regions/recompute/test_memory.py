@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rekindle
-from rekindle.regions.recompute.recompute_region import Frame
+from rekindle.regions.recompute.recompute_region import RecomputeRegion
 from rekindle.regions.recompute.slots import Slot
 from tests.toys import Mlp
 
@@ -131,7 +131,7 @@ def test_a_region_without_gradients_holds_nothing(mode: Callable[[], Any]) -> No
     with mode(), Storages() as storages:
         out = rekindle.checkpoint(five, x * 2)
         assert storages.alive() == [32]  # what we hold ourselves
-        assert count(Frame) == 0
+        assert count(RecomputeRegion) == 0
     assert out.shape == (8,)
 
 
@@ -140,7 +140,7 @@ def test_a_region_that_saves_nothing_holds_nothing() -> None:
     with Storages() as storages:
         out = rekindle.checkpoint(lambda x: x + 1, x * 2)
         assert storages.alive() == [32]
-        assert count(Frame) == 0
+        assert count(RecomputeRegion) == 0
     assert out.shape == (8,)
 
 
@@ -167,7 +167,7 @@ def test_after_backward_nothing_is_left() -> None:
         loss.backward()
         del out
         assert storages.alive() == [4, 32]  # the loss, and x.grad
-    assert (count(Frame), count(Slot)) == (0, 0)
+    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
 
 
 def test_after_backward_with_retain_graph_nothing_replayed_is_left() -> None:
@@ -188,7 +188,7 @@ def test_after_double_backward_nothing_is_left() -> None:
         (second,) = torch.autograd.grad(grad.sum(), x)
         del loss, grad
         assert storages.alive() == [32]
-    assert (count(Frame), count(Slot)) == (0, 0)
+    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
     assert second.shape == (8,)
 
 
@@ -280,7 +280,7 @@ def test_steps_with_checks_leave_nothing_behind(option: dict[str, Any]) -> None:
         rekindle.checkpoint(five, x * 2, **option).sum().backward()
         x.grad = None
         assert storages.alive() == []
-    assert (count(Frame), count(Slot)) == (0, 0)
+    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
 
 
 # When things die early
@@ -293,7 +293,7 @@ def test_outputs_that_die_without_backward_free_everything() -> None:
         out = rekindle.checkpoint(five, x * 2)
         del out
         assert storages.alive() == []
-    assert (count(Frame), count(Slot)) == (0, 0)
+    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
 
 
 def test_nested_outputs_that_die_without_backward_free_everything() -> None:
@@ -303,7 +303,7 @@ def test_nested_outputs_that_die_without_backward_free_everything() -> None:
         out = rekindle.checkpoint(lambda x: rekindle.checkpoint(five, five(x)), x * 2)
         del out
         assert storages.alive() == []
-    assert (count(Frame), count(Slot)) == (0, 0)
+    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
 
 
 def test_outputs_that_die_after_an_argument_was_changed_inside_free_everything() -> None:
@@ -313,7 +313,7 @@ def test_outputs_that_die_after_an_argument_was_changed_inside_free_everything()
         out = rekindle.checkpoint(lambda h: five(h.mul_(3)), x * 2)
         del out
         assert storages.alive() == []
-    assert (count(Frame), count(Slot)) == (0, 0)
+    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
 
 
 @pytest.mark.parametrize("container", [lambda h: [h], lambda h: {"h": h}])
@@ -331,7 +331,7 @@ def test_outputs_put_into_an_argument_free_everything(container: Callable[[Tenso
         out = rekindle.checkpoint(region, argument)
         del out, argument
         assert storages.alive() == []
-    assert (count(Frame), count(Slot)) == (0, 0)
+    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
 
 
 def test_reading_a_batch_norm_in_a_region_leaves_no_copies_behind() -> None:
@@ -343,7 +343,7 @@ def test_reading_a_batch_norm_in_a_region_leaves_no_copies_behind() -> None:
             thing.grad = None
         del out
         assert storages.alive() == []
-    assert (count(Frame), count(Slot)) == (0, 0)
+    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
 
 
 # After exceptions
@@ -368,7 +368,7 @@ def test_an_exception_in_forward_leaves_nothing() -> None:
     with Storages() as storages:
         assert raised(lambda: rekindle.checkpoint(region, x * 2)) == "ValueError"
         assert storages.alive() == []
-    assert (count(Frame), count(Slot)) == (0, 0)
+    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
 
 
 def test_an_exception_in_replay_leaves_nothing_but_the_graph() -> None:
@@ -386,7 +386,7 @@ def test_an_exception_in_replay_leaves_nothing_but_the_graph() -> None:
         assert storages.alive() == [4, 32]
         del loss
         assert storages.alive() == []
-    assert (count(Frame), count(Slot)) == (0, 0)
+    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
 
 
 @pytest.mark.parametrize("determinism_check", ["default", "values"])
@@ -403,7 +403,7 @@ def test_a_replay_that_does_not_match_leaves_nothing_when_its_outputs_die(
         assert raised(loss.backward) == "CheckpointError"
         del loss
         assert storages.alive() == []
-    assert (count(Frame), count(Slot)) == (0, 0)
+    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
@@ -420,7 +420,7 @@ def test_a_modified_activation_leaves_nothing_but_the_graph(retain_graph: bool) 
     loss = rekindle.checkpoint(region, x * 2).sum()
     assert raised(partial(loss.backward, retain_graph=retain_graph)) == "CheckpointError"
     del loss
-    assert (count(Frame), count(Slot)) == (0, 0)
+    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
 
 
 def test_a_changed_argument_leaves_nothing_but_the_graph() -> None:
@@ -431,7 +431,7 @@ def test_a_changed_argument_leaves_nothing_but_the_graph() -> None:
         hidden.add_(1)
     assert raised(loss.backward) == "CheckpointError"
     del loss, hidden
-    assert (count(Frame), count(Slot)) == (0, 0)
+    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
 
 
 def test_an_exception_elsewhere_in_a_backward_for_chosen_inputs_leaves_nothing_replayed() -> None:

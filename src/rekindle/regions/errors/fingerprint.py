@@ -28,7 +28,7 @@ from rekindle.torch_private.version_counters import version_of
 
 if TYPE_CHECKING:
     from rekindle.regions.recompute.collect import Collected
-    from rekindle.regions.recompute.recompute_region import Frame
+    from rekindle.regions.recompute.recompute_region import RecomputeRegion
     from rekindle.regions.recompute.slots import Slot
 
 _SAMPLES = 64
@@ -143,7 +143,7 @@ class Fingerprints:
     def compare(self, position: int, x: Tensor, site: RawSite) -> None:
         self._replay.add(position, x, site)
 
-    def check(self, frame: "Frame", found: "Collected") -> list[Drift]:
+    def check(self, frame: "RecomputeRegion", found: "Collected") -> list[Drift]:
         """Raise if anything that the replay gave back has other content than it had in forward.
 
         If all that has may be memory that nothing reads, it is returned instead: Note [What nothing

@@ -15,12 +15,12 @@ from rekindle.regions.errors.op_trace import describe, format_diff, meta
 if TYPE_CHECKING:
     from rekindle.regions.errors.fingerprint import Drift
     from rekindle.regions.recompute.collect import Collected
-    from rekindle.regions.recompute.recompute_region import Frame
+    from rekindle.regions.recompute.recompute_region import RecomputeRegion
     from rekindle.regions.recompute.slots import Slot
 
 
 def different(
-    frame: "Frame", position: int, seen: Tensor | None, again: "Collected"
+    frame: "RecomputeRegion", position: int, seen: Tensor | None, again: "Collected"
 ) -> CheckpointError:
     """The replay went another way by `position`, where it saved `seen`.
 
@@ -56,7 +56,7 @@ def different(
     )
 
 
-def fewer_saved(frame: "Frame", saved: int, missing: int) -> CheckpointError:
+def fewer_saved(frame: "RecomputeRegion", saved: int, missing: int) -> CheckpointError:
     """The replay ended before it had saved all that the forward did."""
     then, slot = call_sites.look_up(frame.sites[missing]), frame.slots[missing]()
     assert slot is not None, "only living slots are missed"
@@ -68,7 +68,7 @@ def fewer_saved(frame: "Frame", saved: int, missing: int) -> CheckpointError:
     )
 
 
-def drifted(frame: "Frame", drifts: "list[Drift]") -> CheckpointError:
+def drifted(frame: "RecomputeRegion", drifts: "list[Drift]") -> CheckpointError:
     """Shapes agree, contents do not."""
     first = drifts[0]
     then = call_sites.look_up(frame.sites[first.position])
@@ -85,7 +85,9 @@ def drifted(frame: "Frame", drifts: "list[Drift]") -> CheckpointError:
     )
 
 
-def changed_in_place(frame: "Frame", position: int, expected: int, version: int) -> CheckpointError:
+def changed_in_place(
+    frame: "RecomputeRegion", position: int, expected: int, version: int
+) -> CheckpointError:
     """Somebody wrote to a tensor that an op of the region had saved for its backward."""
     then = call_sites.look_up(frame.sites[position])
     return _error(
@@ -100,7 +102,7 @@ def changed_in_place(frame: "Frame", position: int, expected: int, version: int)
     )
 
 
-def argument_changed(frame: "Frame", argument: str) -> CheckpointError:
+def argument_changed(frame: "RecomputeRegion", argument: str) -> CheckpointError:
     """The region has lost what a replay would start from."""
     return _error(
         frame,
@@ -134,7 +136,7 @@ _TRY_DEBUG = "; `debug=True` shows the ops where forward and replay part"
 
 
 def _error(
-    frame: "Frame", headline: str, detail: str, cause: str, cure: str | None = None
+    frame: "RecomputeRegion", headline: str, detail: str, cause: str, cure: str | None = None
 ) -> CheckpointError:
     if not frame.options.preserve_rng_state:
         cause += ", or a random number: this region was called with preserve_rng_state=False"

@@ -45,7 +45,7 @@ from rekindle.torch_private.saved_tensor_hooks import StandInHook, pop_hooks, pu
 
 if TYPE_CHECKING:
     from rekindle.regions.errors.fingerprint import Fingerprints
-    from rekindle.regions.recompute.recompute_region import Frame
+    from rekindle.regions.recompute.recompute_region import RecomputeRegion
 
 
 class Collected:
@@ -67,7 +67,7 @@ class Collected:
     )
 
     def __init__(
-        self, frame: "Frame", closely: bool = False, values: "Fingerprints | None" = None
+        self, frame: "RecomputeRegion", closely: bool = False, values: "Fingerprints | None" = None
     ) -> None:
         self._frame = ref(frame)
         self.replay_code = type(frame)._run_again.__code__

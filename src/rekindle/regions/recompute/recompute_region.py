@@ -21,7 +21,6 @@ alone, in forward and in replay.
 """
 
 import sys
-from _thread import RLock
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple
@@ -32,8 +31,7 @@ from torch import Tensor
 
 from rekindle import observation
 from rekindle.errors import CheckpointError
-from rekindle.module_attachment import tell
-from rekindle.regions.backward_cleanup import empty_when_backward_ends, empty_when_group_dies
+from rekindle.regions.base import Region, Running, current, runs_region
 from rekindle.regions.errors import mismatch
 from rekindle.regions.errors.call_sites import RawSite, library, with_user_code
 from rekindle.regions.errors.fingerprint import Drift, Fingerprints, is_read
@@ -54,7 +52,6 @@ from rekindle.regions.recompute.reachable_state import reached_from
 from rekindle.regions.recompute.slots import Slot, filled, read_value, unpack
 from rekindle.regions.recompute.torch_state import Surroundings
 from rekindle.regions.region_options import Options
-from rekindle.regions.switches import recomputing
 from rekindle.torch_private.autograd_graph import (
     exec_group,
     graph_task_id,
@@ -62,7 +59,7 @@ from rekindle.torch_private.autograd_graph import (
     runs_whole_graph,
 )
 from rekindle.torch_private.cuda import cuda_in_use
-from rekindle.torch_private.dispatch_modes import PROXY, entered_mode, set_dispatch_state
+from rekindle.torch_private.dispatch_modes import PROXY, entered_mode
 from rekindle.torch_private.dynamo_frames import not_compiled
 from rekindle.torch_private.func_transforms import func_transform, old_vmap_level
 from rekindle.torch_private.grad_mode import grad_enabled, outside_inference_mode, set_grad_enabled
@@ -73,7 +70,7 @@ _getframe = sys._getframe
 _NOTHING = nullcontext()
 
 
-class Frame:
+class RecomputeRegion(Region):
     """One call of a region: entered around its forward, alive until its last slot dies."""
 
     had_cuda = False
@@ -82,7 +79,6 @@ class Frame:
     contexts: tuple[Any, Any] | None = None
     values: Fingerprints | None = None
     trace: OpTrace | None = None
-    watch: observation.Watch | None = None
     watches_draws = False
     """Whether the forward is watched for generators. Note [How generators are found]."""
     running = False
@@ -90,14 +86,10 @@ class Frame:
     """Whether a replay is to be looked at save by save. Note [A replay that runs to its end]."""
     full = False
     """Whether a replay has filled the slots, and nobody emptied them since."""
-    has_one_output = False
-    """Whether all that the region made leads to one tensor."""
     looking = False
     """Whether somebody wants to see what is saved."""
     away: "WeakKeyDictionary[Slot, Tensor | _Spoiled | _Drifted] | None" = None
     """Activations to be given away when they are asked for; spoiled ones are among them."""
-    path: "tuple[str, ref[Any]] | None" = None
-    """Path and module around the forward, if anybody wanted to know."""
     tracer: Any = None
     """Who makes a graph of the forward. Note [A trace inside a region]."""
     traces = False
@@ -113,6 +105,7 @@ class Frame:
         contexts: tuple[Any, Any] | None = None,
         holds_at_end: bool = False,
     ) -> None:
+        super().__init__(function)
         self.options = options
         hooks = None if holds_at_end else top_hooks(False)
         self.hooked = hooks is not None
@@ -129,7 +122,6 @@ class Frame:
         self.tracer = entered_mode(PROXY)
         self.slots: list[ref[Slot]] = []
         self.sites: list[RawSite] = []
-        self._lock = RLock()
         if not options.plain:
             self.contexts = contexts
             if options.determinism_check == "values":
@@ -140,11 +132,10 @@ class Frame:
 
     def __enter__(self) -> None:
         self.running = True
-        push_hooks(self._pack, unpack)
-        if observation.active and not recomputing.get():
-            self.watch = observation.Watch(self.function)
-            self.watch.ran(self.inputs.tensors(), held=not self.hooked)
-            self.looking = True
+        super().__enter__()
+        if observation.active:
+            self.count_forward(self.inputs.tensors(), held=not self.hooked)
+            self.looking = self.looking or self.watch is not None
         if self.contexts is not None or self.trace is not None or self.watches_draws:
             self._entered = ExitStack()
             try:
@@ -164,11 +155,10 @@ class Frame:
                 self._entered.__exit__(*error)  # type: ignore[arg-type]
         finally:
             self._entered = None
-            pop_hooks()
-            self.end_forward()
+            super().__exit__(*error)
 
-    def end_forward(self) -> None:
-        """The forward has ended: hold what a replay needs, and nothing else."""
+    def end_forward(self, failed: bool) -> None:  # noqa: ARG002
+        """Hold what a replay needs, and nothing else: the forward is over."""
         self.running = False
         self.inputs.close(self.hooked)
         if self.modules is not None:
@@ -178,19 +168,18 @@ class Frame:
         if self.rng is not None and not self.had_cuda and cuda_in_use():
             self.rng = random_state.with_first_use(self.rng)
 
-    def abandon(self, hooks: Any, modes: Any) -> None:
-        """The forward failed: have the hooks and dispatch modes that were there before it."""
+    def abandon(self) -> None:
         self.running = False
-        pop_hooks_to(hooks)
-        set_dispatch_state(modes)
+
+    unpack = unpack
 
     @not_compiled
-    def _pack(self, x: Tensor) -> Slot:
+    def pack(self, x: Tensor) -> Slot:
         if entered_mode(PROXY) is not self.tracer:
             self.traces = True
             return filled(x)
         slot = Slot()
-        slot.frame = self
+        slot.region = self
         slot.meta = shape_of(x), x.dtype, x.device
         slot.version = x._version
         self.slots.append(ref(slot))
@@ -210,15 +199,11 @@ class Frame:
 
     def fill(self, slot: Slot) -> Tensor:
         """The activation of a slot that has none: from those to be given away, or from a replay."""
-        with self._lock:  # threads of one backward, or of several, may ask at the same time
+        with self.lock:  # threads of one backward, or of several, may ask at the same time
             self.careful = self.careful or self.running
             value = self._taken(slot)
             if value is None:
-                try:
-                    self._replay()
-                except torch.OutOfMemoryError as error:
-                    tell(error, self.function)
-                    raise
+                self.with_oom_note(self._replay)
                 value = self._taken(slot)
         if graph_task_id() == -1:  # somebody reads `grad_fn._saved_…` outside a backward
             self.empty()
@@ -242,24 +227,14 @@ class Frame:
                 value = read_value(slot)
         return value
 
-    def empty(self) -> None:
-        """Let go of every replayed activation that nobody asked for.
-
-        Unless another thread replays just now: it wants them, and empties the frame in its turn. To
-        wait for it could be to wait for ever, if it waits for a region that this thread replays.
-        """
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            self.full = False
-            self.away = None
-            for weak in self.slots:
-                slot = weak()
-                if slot is not None:
-                    with suppress(AttributeError):
-                        del slot.value
-        finally:
-            self._lock.release()
+    def release(self) -> None:
+        self.full = False
+        self.away = None
+        for weak in self.slots:
+            slot = weak()
+            if slot is not None:
+                with suppress(AttributeError):
+                    del slot.value
 
     def _replay(self) -> None:
         """Run the region again and fill the slots that live, or raise and fill none."""
@@ -283,12 +258,10 @@ class Frame:
         finally:
             found.tensors.clear()  # the replay's own graph leads back to this list
             self.inputs.forget_replay()
-        if graph_task_id() != -1:
-            group = exec_group()
-            if group is not None:
-                empty_when_group_dies(group, self)
-            elif not (self.has_one_output and runs_whole_graph()):
-                empty_when_backward_ends(self)
+        if graph_task_id() != -1 and (
+            exec_group() is not None or not (self.has_one_output and runs_whole_graph())
+        ):
+            self.empty_in_time()
 
     def _hook(self, found: Collected) -> "Callable[[Tensor], Any]":
         """What takes the activations of a replay."""
@@ -316,17 +289,18 @@ class Frame:
         slots = [self.slots[i]() for i in by_the_last_op(self.sites, needed)]
         return is_worth_stopping([slot.meta[0] for slot in slots if slot is not None])
 
+    @runs_region
     def _run_again(self, found: Collected) -> None:
         changed = self.inputs.changed()
         if changed is not None:
             raise mismatch.argument_changed(self, changed)
         hook = self._hook(found)
         around = self._around()
-        hooks, was_recomputing, grad = top_hooks(False), recomputing.get(), grad_enabled()
+        hooks, outer, grad = top_hooks(False), current.get(), grad_enabled()
         now = None if self.rng is None else random_state.now(self.rng)
         try:
             try:
-                recomputing.set(True)
+                current.set(Running(self, outer, is_replay=True))
                 if self.rng is not None:
                     random_state.restore(self.rng)
                 set_grad_enabled(True)
@@ -354,7 +328,7 @@ class Frame:
             self.inputs.take_off_hooks()
             if around is not None:
                 around.put_back()
-            recomputing.set(was_recomputing)
+            current.set(outer)
             set_grad_enabled(grad)
             if now is not None:
                 random_state.restore(now)
@@ -363,7 +337,7 @@ class Frame:
             self.inputs.take_off_hooks()
             if around is not None:
                 around.put_back()
-            recomputing.set(was_recomputing)
+            current.set(outer)
             set_grad_enabled(grad)
             if now is not None:
                 random_state.restore(now)

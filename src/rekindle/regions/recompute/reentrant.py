@@ -14,13 +14,13 @@ from torch import Tensor
 
 from rekindle import observation
 from rekindle.errors import RekindleError
+from rekindle.regions.base import Running, current, is_replaying, runs_region
 from rekindle.regions.recompute import ambient, rng_state
 from rekindle.regions.recompute.inputs import Inputs
 from rekindle.regions.recompute.module_state import ModuleState
 from rekindle.regions.recompute.random_generators import DrawWatch
 from rekindle.regions.recompute.reachable_state import reached_from
 from rekindle.regions.recompute.torch_state import Surroundings
-from rekindle.regions.switches import recomputing
 from rekindle.torch_private.autograd_graph import runs_whole_graph
 from rekindle.torch_private.cuda import cuda_in_use
 from rekindle.torch_private.dynamo_frames import not_compiled
@@ -69,7 +69,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.rng = None
         if preserve_rng_state:
             ctx.rng = rng_state.take({t.device for t in tensors if not t.is_cpu}, generators)
-        if observation.active and not recomputing.get():
+        if observation.active and not is_replaying():
             observation.Watch(run_function).ran(tensors)
         try:
             with nullcontext() if saw_all else DrawWatch(ctx):
@@ -113,6 +113,7 @@ def _tensor_or(tensor: Tensor | None, other: Any) -> Any:
     return other if tensor is None else tensor
 
 
+@runs_region
 def _run_again(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     before, modules = Surroundings(), ctx.modules.now()
     random_now = None if ctx.rng is None else rng_state.now(ctx.rng)
@@ -124,7 +125,7 @@ def _run_again(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             rng_state.restore(random_now)
 
     try:
-        recomputing.set(True)
+        current.set(Running(None, current.get(), is_replay=True))
         set_grad_enabled(True)
         if ctx.rng is not None:
             rng_state.restore(ctx.rng)

@@ -15,15 +15,15 @@ from rekindle.torch_private.autograd_graph import grad_fn_of
 from rekindle.torch_private.dynamo_frames import not_compiled
 
 if TYPE_CHECKING:
-    from rekindle.regions.recompute.recompute_region import Frame
+    from rekindle.regions.recompute.recompute_region import RecomputeRegion
 
 
 class Slot:
     """The box that autograd holds in place of one activation."""
 
-    __slots__ = ("__weakref__", "frame", "meta", "value", "version")
+    __slots__ = ("__weakref__", "meta", "region", "value", "version")
 
-    frame: "Frame"
+    region: "RecomputeRegion"
     meta: tuple[torch.Size, torch.dtype, torch.device]
     version: int
     """The activation's version when it was saved."""
@@ -32,12 +32,12 @@ class Slot:
     @not_compiled
     def __getattr__(self, name: str) -> Tensor:
         if name == "value":
-            return self.frame.fill(self)
+            return self.region.fill(self)
         raise AttributeError(name)
 
 
 def filled(x: Tensor) -> Slot:
-    """A slot that belongs to no frame, and has its value for good."""
+    """A slot that belongs to no region, and has its value for good."""
     slot = Slot()
     slot.value = x if grad_fn_of(x) is None else x.detach()  # else it may hold who holds it
     return slot

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 
 import torch
 
+from rekindle.regions.base import current
 from rekindle.regions.recompute import ambient
-from rekindle.regions.switches import recomputing
 from rekindle.torch_private.autocast import autocast_level, set_autocast_level
 from rekindle.torch_private.cuda import cuda_in_use
 from rekindle.torch_private.dispatch_modes import dispatch_state, set_dispatch_state
@@ -51,7 +51,7 @@ class Surroundings:
 
     def __init__(self) -> None:
         self._hooks = top_hooks(False)
-        self._recomputing = recomputing.get()
+        self._running = current.get()
         self._grad = grad_enabled()
         self._dispatch = dispatch_state()
         self._function_modes = entered_function_modes()
@@ -73,7 +73,7 @@ class Surroundings:
     def put_back(self) -> None:
         """Have everything as it was."""
         pop_hooks_to(self._hooks)
-        recomputing.set(self._recomputing)
+        current.set(self._running)
         set_grad_enabled(self._grad)
         set_dispatch_state(self._dispatch)
         set_function_modes(self._function_modes)

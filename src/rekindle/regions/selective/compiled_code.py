@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rekindle.regions.errors.call_sites import RawSite, frame_at, library, with_user_code
-from rekindle.regions.recompute.recompute_region import Frame
+from rekindle.regions.recompute.recompute_region import RecomputeRegion
 from rekindle.regions.recompute.slots import Slot
 from rekindle.regions.region_options import Options
 from rekindle.torch_private.autograd_graph import grad_fn_of, nodes_so_far, sequence_number
@@ -95,7 +95,7 @@ def _is_compiled(function: Any) -> bool:
 _DEAD: "ref[Slot]" = ref(Slot())
 
 
-class GraphFrame(Frame):
+class GraphFrame(RecomputeRegion):
     """A call of a recorded region, to be replayed for what compiled code in it made.
 
     Note [Compiled code in a recorded region]. It exists while the region's forward runs; then it
@@ -130,7 +130,7 @@ class GraphFrame(Frame):
         """A slot for a tensor that autograd saves, which a replay fills."""
         self.is_used = True
         slot = Slot()
-        slot.frame = self
+        slot.region = self
         slot.meta = shape_of(x), x.dtype, x.device
         slot.version = x._version
         self.slots.append(ref(slot))
@@ -154,7 +154,7 @@ class GraphFrame(Frame):
         self.hooked = hooks is not None
         if hooks is not None and self.inputs.changed() is None:
             self.inputs.hand_to(hooks)
-        self.end_forward()
+        self.end_forward(failed=False)
 
 
 def site_of(frame: FrameType) -> RawSite:

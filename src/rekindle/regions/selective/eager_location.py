@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.compile import graph_location as traced
+from rekindle.regions.base import current, region_frames
 from rekindle.regions.recompute.ambient import names
 from rekindle.torch_private.module_calls import MODULE_CALL
 from rekindle.torch_private.torch_checkpoint import TorchSelectiveContext
@@ -127,17 +128,21 @@ def module_path() -> str:
     modules: list[nn.Module] = []
     above = ""
     regions: list[tuple[Any, int]] = []
+    running = current.get()
     for frame in _stack():
         code = frame.f_code
         if code is MODULE_CALL:
             modules.append(frame.f_locals["self"])
-        elif code in replays:
-            above, parent = frame.f_locals["self"].path or ("", None)
-            if parent is not None:
-                modules.append(parent())
-            break
-        elif code in forwards:
-            regions.append((frame.f_locals.get("region"), len(modules)))
+        elif code in region_frames and running is not None:
+            region = running.region
+            if running.is_replay:
+                above, parent = (None if region is None else region.path) or ("", None)
+                module = None if parent is None else parent()
+                if module is not None:
+                    modules.append(module)
+                break
+            regions.append((region, len(modules)))
+            running = running.outer
     for region, depth in regions:
         if region is not None and depth < len(modules):
             region.path = _joined(above, modules[depth:]), ref(modules[depth])
@@ -150,11 +155,14 @@ def path_in(region: Any) -> str | None:
     if not isinstance(root, nn.Module):
         return None
     modules: list[nn.Module] = []
+    running = current.get()
     for frame in _stack():
         if frame.f_code is MODULE_CALL:
             modules.append(frame.f_locals["self"])
-        elif frame.f_code in forwards and frame.f_locals.get("region") is region:
-            return _joined("", [*modules, root])
+        elif frame.f_code in region_frames and running is not None:
+            if running.region is region and not running.is_replay:
+                return _joined("", [*modules, root])
+            running = running.outer
     return None
 
 
@@ -162,12 +170,6 @@ def _joined(above: str, modules: list[nn.Module]) -> str:
     """The path through modules, the innermost first, of which the outermost is at `above`."""
     parts = [_path_in(parent, child) for child, parent in pairwise(modules)]
     return ".".join(part for part in (above, *reversed(parts)) if part)
-
-
-forwards: set[CodeType] = set()
-"""Functions that run a region's forward, with the region as a local of that name."""
-replays: set[CodeType] = set()
-"""Methods of a region that replay it."""
 
 
 def runs_one_of(functions: dict[CodeType, set[Any]]) -> bool:

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from rekindle.regions.base import region_frames
 from rekindle.regions.selective.decisions import Decision
-from rekindle.regions.selective.eager_location import forwards
 from rekindle.torch_private.module_calls import MODULE_CALL
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class ModuleFinder:
                 path: str | None = paths.get(id(frame.f_locals["self"]))
                 if path is not None:
                     return path
-            elif code in forwards:
+            elif code in region_frames:
                 return ""
             frame = frame.f_back
         return ""

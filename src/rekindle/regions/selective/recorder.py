@@ -7,6 +7,7 @@ from weakref import ref
 
 from torch import Tensor
 
+from rekindle.regions.base import is_replaying
 from rekindle.regions.recompute import rng_state as random_state
 from rekindle.regions.selective import kernel_backends
 from rekindle.regions.selective.compiled_code import called_by_generated_code
@@ -37,7 +38,6 @@ from rekindle.regions.selective.op_kinds import (
 )
 from rekindle.regions.selective.policy_contexts import Counter
 from rekindle.regions.selective.tensor_table import Book
-from rekindle.regions.switches import recomputing
 from rekindle.torch_private.cuda import capturing
 from rekindle.torch_private.dispatch_modes import FAKE, PROXY, TorchDispatchMode, entered_mode
 from rekindle.torch_private.op_types import schema_of
@@ -221,7 +221,7 @@ class RecordMode(TorchDispatchMode):
         What a replay saves is used at once, so there it is kept.
         """
         is_kept = decision is Decision.KEEP or decision is _RECOMPUTE
-        if is_kept or self._hooks is not None or recomputing.get() or capturing():
+        if is_kept or self._hooks is not None or is_replaying() or capturing():
             return self._hooks
         self._tiers.add(decision)
         return hooks_of(decision)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from rekindle import observation
 from rekindle.errors import CheckpointError
-from rekindle.module_attachment import tell
+from rekindle.module_attachment import annotate_oom
 from rekindle.offload.activation import Kept
+from rekindle.regions import base
 from rekindle.regions.backward_cleanup import empty_when_backward_ends, empty_when_group_dies
 from rekindle.regions.errors import fingerprint
 from rekindle.regions.errors.call_sites import frame_at
@@ -27,26 +28,22 @@ from rekindle.regions.selective.compiled_code import (
 )
 from rekindle.regions.selective.op_graph import RecordedSlot, Value, make
 from rekindle.regions.selective.recorder import RecordMode, is_recording
-from rekindle.regions.switches import recomputing
 from rekindle.torch_private.autograd_graph import (
     exec_group,
     graph_task_id,
     keep_graph,
     runs_whole_graph,
 )
-from rekindle.torch_private.dispatch_modes import dispatch_state, past_modes, set_dispatch_state
+from rekindle.torch_private.dispatch_modes import past_modes
 from rekindle.torch_private.dynamo_frames import not_compiled
-from rekindle.torch_private.saved_tensor_hooks import pop_hooks, pop_hooks_to, push_hooks, top_hooks
+from rekindle.torch_private.saved_tensor_hooks import pop_hooks, push_hooks, top_hooks
 
 if TYPE_CHECKING:
     from rekindle.policies import Policy
 
 
-class Region:
+class Region(base.Region):
     """Entered around a region's forward; alive as long as autograd holds something of it."""
-
-    has_one_output = False
-    path: "tuple[str, ref[Any]] | None" = None
 
     def __init__(
         self,
@@ -57,7 +54,7 @@ class Region:
         options: Options,
     ) -> None:
         self._checks_values = options.determinism_check == "values"
-        self.function = function
+        super().__init__(function)
         self._frame: GraphFrame | None = None
         if may_run_compiled_code(function):
             self._frame = GraphFrame(function, args, kwargs, options)
@@ -69,7 +66,7 @@ class Region:
         self._emptied_after: tuple[str, int] | None = None
         self._saved: list[tuple[ref[Value], observation.Footprint]] = []
         self._watch: observation.Watch | None = None
-        if observation.active and not recomputing.get():
+        if observation.active and not base.is_replaying():
             self._watch = observation.Watch(function)
             self._watch.ran(())
 
@@ -99,10 +96,8 @@ class Region:
                 for tensor in frame.inputs.tensors():
                     self._watch.held(tensor)
 
-    def abandon(self, hooks: Any, modes: Any) -> None:
-        """The forward failed: have the hooks and dispatch modes that were there before it."""
-        pop_hooks_to(hooks)
-        set_dispatch_state(modes)
+    def abandon(self) -> None:
+        """Let go of what was recorded: the forward failed."""
         self._mode.abandon()
         self._frame = None
 
@@ -199,7 +194,7 @@ class Region:
         try:
             ops = make(value, made, for_good)
         except torch.OutOfMemoryError as error:
-            tell(error, self.function)
+            annotate_oom(error, self.function)
             raise
         if observation.active and self._watch is not None:
             self._watch.replayed(ops, again=self._replayed_in == _occasion(task, group))
@@ -282,11 +277,5 @@ def run(policy: "Policy", function: Callable[..., Any], *args: Any, **kwargs: An
     """Run a region under a policy."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    hooks, modes = top_hooks(False), dispatch_state()
     region = Region(policy, function, args, kwargs, Options())
-    try:
-        with region:
-            return function(*args, **kwargs)
-    except BaseException:  # Note [Put back as often as asked]
-        region.abandon(hooks, modes)
-        raise
+    return base.run_region(region, function, args, kwargs)
