@@ -21,7 +21,7 @@ pytestmark = TORCHS_WARNINGS
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    graph_breaks._told.clear()
+    graph_breaks.warned.clear()
     with fresh_compiler():
         yield
 

@@ -194,7 +194,7 @@ def test_torchs_settings_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatc
     by_policy(policies.offload("aten::mm"), monkeypatch)
     assert torch._functorch.config.enable_activation_offloading is False
     assert activation_offloading.enable_activation_offloading is torchs_pass
-    assert not graph_passes._patches
+    assert not graph_passes.are_installed()
 
 
 SPILLED = policies.spill("aten::mm")

@@ -21,7 +21,7 @@ SETTING = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    graph_breaks._told.clear()
+    graph_breaks.warned.clear()
     with fresh_compiler():
         yield
     assert getattr(config, SETTING) is False

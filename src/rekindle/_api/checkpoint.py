@@ -14,6 +14,7 @@ from rekindle.regions.recompute.reentrant import CheckpointFunction
 from rekindle.regions.region_options import ContextFn, DeterminismCheck, options_of
 from rekindle.regions.run import run_checkpointed
 from rekindle.torch_private.dynamo_frames import no_graph_begins, within_compiled_code
+from rekindle.torch_private.dynamo_tracing import without_nested_graph_breaks
 from rekindle.torch_private.func_transforms import func_transform
 from rekindle.torch_private.torch_checkpoint import noop_context_fn
 
@@ -57,7 +58,7 @@ def checkpoint(
         **kwargs: the function's keyword arguments.
     """
     if torch.compiler.is_dynamo_compiling() and function is not None:
-        with torch._dynamo.patch_dynamo_config(nested_graph_breaks=False):  # Note [Break around]
+        with without_nested_graph_breaks():  # Note [Break around]
             if torch.compiler.is_dynamo_compiling():
                 contexts = _for_dynamo(context_fn)
                 return hand_over(

@@ -8,11 +8,11 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from rekindle.compile.compiled_modules import FIT_FIRST, compiled_around
 from rekindle.modules.apply_strategies import apply
 from rekindle.modules.blocks import blocks_of
 from rekindle.modules.unwrapping import class_name
 from rekindle.planner import profile_model
+from rekindle.planner.compiled_modules import FIT_FIRST, compiled_around
 from rekindle.planner.devices import Device
 from rekindle.planner.fit import fitted
 from rekindle.planner.loss import Loss, checked_loss, warn_without_loss

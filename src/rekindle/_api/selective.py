@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from rekindle import policies
-from rekindle.compile.graph_location import named_tensor
 from rekindle.regions.selective.eager_location import inside
+from rekindle.regions.selective.graph_location import named_tensor
 from rekindle.regions.selective.policy_contexts import CachedMode, CachingMode, contexts_of
 from rekindle.regions.selective.recorder import name_tensor
 

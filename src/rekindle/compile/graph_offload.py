@@ -19,7 +19,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._prims.rng_prims import run_and_save_rng_state
 from torch.library import Library
 
 from rekindle.compile.node_tags import FATE
@@ -28,6 +27,7 @@ from rekindle.offload.activation import Kept, Saved
 from rekindle.regions.selective.decisions import Decision
 from rekindle.regions.selective.offload_bridge import pause, take
 from rekindle.torch_private.autograd_graph import keep_graph
+from rekindle.torch_private.fx_nodes import RUN_AND_SAVE_RNG_STATE
 from rekindle.torch_private.storages import storage_key
 
 _library = Library("rekindle", "FRAGMENT")
@@ -150,13 +150,12 @@ def _ends(graph: Any) -> list[Any]:
 def _made_with(node: Any) -> list[Any]:
     """The tensors that exist once a node has run: what it made, or else what that was made from.
 
-    A random state is none of them: it is real where all else is fake. No public form; tried on
-    torch 2.13.
+    A random state is none of them: it is real where all else is fake.
     """
     if not isinstance(node, torch.fx.Node):
         return []
     drawing: Any = node.args[0] if _is_item(node) and node.args[1] == 0 else None
-    if drawing is None or drawing.target is not run_and_save_rng_state:
+    if drawing is None or drawing.target is not RUN_AND_SAVE_RNG_STATE:
         if _is_tensor(node):
             return [node]
         return [made for each in node.all_input_nodes for made in _made_with(each)]

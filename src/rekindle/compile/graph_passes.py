@@ -1,67 +1,47 @@
-"""Has a compilation run our passes over its pair of graphs, forward and backward.
+"""Has a compilation run our passes over its pairs of graphs, forward and backward."""
 
-They run where torch's own pass for offload does, which is off by default. No public form; tried on
-torch 2.11 and 2.13.
-"""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
+from rekindle.torch_private.dynamo_tracing import called_while_tracing
+from rekindle.torch_private.partitioned_graphs import (
+    in_compilation,
+    pass_over_graph_pairs,
+    when_compilation_ends,
+)
 
-_patches: list[Any] = []
-"""What is changed while something is compiled."""
+_installed: list[AbstractContextManager[None]] = []
+"""The change to torch's partitioner, while something is compiled that has a region in it."""
 
 
-def run_our_passes() -> None:
-    """Have the compilation that is going on run our passes, and then torch's if it is on.
+@called_while_tracing
+def install_passes() -> None:
+    """Have the compilation that is going on run our passes, until it ends; nothing outside of one.
 
-    Dynamo calls this as a constant while it traces.
+    Called where a region enters a graph: by Dynamo, as a constant, where a region is handed over;
+    and where a policy's contexts for a graph are made, for regions that torch's own function runs.
     """
-    from torch._dynamo.callback import callback_handler  # noqa: PLC0415
-    from torch._functorch import config  # noqa: PLC0415
-    from torch._functorch._activation_offloading import (  # noqa: PLC0415
-        activation_offloading as torchs,
-    )
-
-    if _patches or torch._guards.CompileContext.try_get() is None:
+    if _installed or not in_compilation():
         return
-    torchs_pass = torchs.enable_activation_offloading
-    is_on = config.enable_activation_offloading
-
-    def all_passes(forward: Any, backward: Any, outputs: int, *others: Any) -> None:
-        from rekindle.compile.changed_inputs import save_changed_inputs  # noqa: PLC0415
-        from rekindle.compile.graph_offload import offload_marked  # noqa: PLC0415 (it brings ops)
-
-        save_changed_inputs(forward, backward, outputs)
-        offload_marked(forward, backward, outputs)
-        if is_on:
-            torchs_pass(forward, backward, outputs, *others)
-
-    for patch in (
-        config.patch(enable_activation_offloading=True),
-        _replaced(torchs, "enable_activation_offloading", all_passes),
-    ):
-        patch.__enter__()
-        _patches.append(patch)
-    if _put_back not in callback_handler.end_callbacks:
-        callback_handler.register_end_callback(_put_back)
+    passes = pass_over_graph_pairs(_run_passes)
+    passes.__enter__()
+    _installed.append(passes)
+    when_compilation_ends(_uninstall_passes)
 
 
-setattr(run_our_passes, "_dynamo_marked_constant", True)  # noqa: B010 (mypy knows no such name)
+def are_installed() -> bool:
+    """True while a compilation goes on that runs our passes."""
+    return bool(_installed)
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    was = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, was)
+def _run_passes(forward: Any, backward: Any, outputs: int) -> None:
+    from rekindle.compile.changed_inputs import save_changed_inputs  # noqa: PLC0415
+    from rekindle.compile.graph_offload import offload_marked  # noqa: PLC0415 (it brings ops)
+
+    save_changed_inputs(forward, backward, outputs)
+    offload_marked(forward, backward, outputs)
 
 
-def _put_back(_: Any) -> None:
-    while _patches:
-        _patches.pop().__exit__(None, None, None)
+def _uninstall_passes(_: Any) -> None:
+    while _installed:
+        _installed.pop().__exit__(None, None, None)

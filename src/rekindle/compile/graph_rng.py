@@ -11,23 +11,10 @@ from typing import Any, Self
 
 import torch
 
+from rekindle.torch_private.dynamo_tracing import called_while_tracing, traces_for_eager_backend
 
-def runs_op_by_op() -> bool:
-    """Whether what is being traced is for the backend `"eager"`: asked by Dynamo, as a constant.
-
-    No public form; tried on torch 2.11 and 2.13.
-    """
-    from torch._dynamo.backends.debugging import eager  # noqa: PLC0415 (slow to import)
-    from torch._dynamo.symbolic_convert import InstructionTranslator  # noqa: PLC0415
-
-    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
-    while backend is not None and backend is not eager:
-        around = getattr(backend, "_torchdynamo_orig_backend", None)
-        backend = around or getattr(backend, "compiler_fn", None)
-    return backend is eager
-
-
-runs_op_by_op._dynamo_marked_constant = True  # type: ignore[attr-defined]
+runs_op_by_op = called_while_tracing(traces_for_eager_backend)
+"""Asked by Dynamo, as a constant: true if the graph is for the backend `"eager"`."""
 
 
 def with_rng(context_fn: Callable[[], Any]) -> tuple["_Forward", "_Replay"]:

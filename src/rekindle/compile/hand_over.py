@@ -14,38 +14,39 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
-from rekindle.compile.graph_passes import run_our_passes
+from rekindle.compile import traced_policies  # noqa: F401 (it registers itself)
+from rekindle.compile.graph_passes import install_passes
 from rekindle.compile.graph_rng import runs_op_by_op, with_rng
 from rekindle.compile.policy_guards import guard_on_context_fn
 from rekindle.compile.side_effects import may_have_effects, set_effects_allowed
+from rekindle.torch_private.dynamo_tracing import (
+    CHECKPOINT_OP,
+    called_while_tracing,
+    checkpoint_question,
+    guard_while_tracing,
+)
 from rekindle.torch_private.torch_checkpoint import noop_context_fn, torch_checkpoint
 
 
 def dynamo_swaps() -> list[tuple[Any, Any]]:
-    """What Dynamo knows torch's `checkpoint` by, and what stands for it while ours is in its place.
+    """Dynamo's question for torch's `checkpoint`, and the one to ask while ours is in its place.
 
     Dynamo asks whether a function *is* `torch.utils.checkpoint.checkpoint`, and then traces no line
-    of it: our function would be taken for torch's operator, and its policies for an error. No
-    public form; tried on torch 2.11 and 2.13.
+    of it: our function would be taken for torch's operator, and its policies for an error.
     """
-    from torch._dynamo import utils  # noqa: PLC0415 (every optimizer of torch imports it too)
-
-    asks = getattr(utils, "is_utils_checkpoint", None)
-    return [] if asks is None else [(asks, _is_torch_checkpoint)]
+    question = checkpoint_question()
+    return [] if question is None else [(question, _is_torch_checkpoint)]
 
 
 def _is_torch_checkpoint(obj: Any) -> bool:
     return obj is torch_checkpoint
 
 
+@called_while_tracing
 def is_exporting() -> bool:
-    """Whether `torch.export` traces: asked by Dynamo, which in torch 2.11 says yes of itself."""
+    """True if `torch.export` traces: asked by Dynamo, which in torch 2.11 says yes of itself."""
     return torch.compiler.is_exporting()
-
-
-is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def hand_over(
@@ -67,17 +68,15 @@ def hand_over(
     if not isinstance(context_fn, FunctionType | partial):  # of which torch's operator takes none
         context_fn = partial(_call, context_fn)
     if context_fn is not noop_context_fn:  # Dynamo cannot read the default through our signature
-        from torch._dynamo.comptime import comptime  # noqa: PLC0415 (slow to import)
-
-        comptime(guard_on_context_fn)
+        guard_while_tracing(context_fn, guard_on_context_fn)
         options["context_fn"] = context_fn
     if preserve_rng_state and runs_op_by_op():
         options["context_fn"] = partial(with_rng, context_fn)
-    run_our_passes()
+    install_passes()
     if not may_have_effects():
         return torch_checkpoint(function, *args, **options, **kwargs)
     before = set_effects_allowed(True)
-    run = tag_activation_checkpoint  # what Dynamo takes torch's function for
+    run = CHECKPOINT_OP  # what Dynamo takes torch's function for
     assert run is not None, "Dynamo looks at it here, with that setting"
     set_effects_allowed(before)
     return run(function, *args, **options, **kwargs)

@@ -16,6 +16,14 @@ from weakref import ref
 
 import torch
 
+from rekindle.torch_private.dynamo_guards import (
+    attribute_at,
+    closure_at,
+    entry_at,
+    functions_in,
+    install_guard,
+    item_at,
+)
 from rekindle.torch_private.op_types import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 _CONSTANTS = (
@@ -27,31 +35,19 @@ _OPS = (OpOverload, OpOverloadPacket)
 
 
 def guard_on_context_fn(comptime: Any) -> None:
-    """Guard on what the local variable `context_fn` of the traced frame is made of.
+    """Guard on the parts of the local variable `context_fn` of the traced frame.
 
-    Called by Dynamo's `comptime` while the frame is traced. No public form of what is done here;
-    tried on torch 2.11 and 2.13.
+    Called by Dynamo's `comptime` while the frame is traced.
     """
-    from torch._dynamo.variables.functions import (  # noqa: PLC0415 (slow to import)
-        FunctoolsPartialVariable,
-        UserFunctionVariable,
-        UserMethodVariable,
-    )
-
-    found = comptime.get_local("context_fn")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    functions = functions_in(comptime, "context_fn")
+    if functions is None:
+        comptime.graph_break(
+            "the context_fn of a region is made in compiled code: make it before, once"
+        )
+        return
     guards = _Guards()
-    pending = [found]
-    while pending:
-        variable = pending.pop().realize()
-        if isinstance(variable, FunctoolsPartialVariable):
-            pending += [variable.func, *variable.args, *variable.keywords.values()]
-        elif isinstance(variable, UserFunctionVariable) and variable.source is not None:
-            if not isinstance(variable, UserMethodVariable):
-                guards.add(variable.fn, variable.source)
-        elif variable is found:
-            comptime.graph_break(
-                "the context_fn of a region is made in compiled code: make it before, once"
-            )
+    for function, source in functions:
+        guards.add(function, source)
 
 
 class _Guards:
@@ -63,9 +59,9 @@ class _Guards:
     def add(self, value: Any, source: Any) -> None:
         """Guard on the value that Dynamo finds at a source."""
         if isinstance(value, _CONSTANTS):
-            _install("CONSTANT_MATCH", source)
+            install_guard("CONSTANT_MATCH", source)
         elif isinstance(value, (*_SINGLETONS, *_OPS)):
-            _install("ID_MATCH", source)
+            install_guard("ID_MATCH", source)
         elif isinstance(value, ref) or id(value) in self._seen:  # a weak one decides nothing alone
             return
         else:
@@ -73,30 +69,27 @@ class _Guards:
             self._add_compound(value, source)
 
     def _add_compound(self, value: Any, source: Any) -> None:
-        from torch._dynamo.source import AttrSource, ClosureSource, GetItemSource  # noqa: PLC0415
-
         if isinstance(value, FunctionType):
-            _install("CLOSURE_MATCH", source)
+            install_guard("CLOSURE_MATCH", source)
             for i, cell in enumerate(value.__closure__ or ()):
-                at = AttrSource(GetItemSource(ClosureSource(source), i), "cell_contents")
-                self._add_cell(cell, at)
-            self.add(value.__defaults__, AttrSource(source, "__defaults__"))
-            self._add_keywords(value.__kwdefaults__, AttrSource(source, "__kwdefaults__"))
+                self._add_cell(cell, closure_at(source, i))
+            self.add(value.__defaults__, attribute_at(source, "__defaults__"))
+            self._add_keywords(value.__kwdefaults__, attribute_at(source, "__kwdefaults__"))
         elif isinstance(value, partial):
-            _install("TYPE_MATCH", source)
-            self.add(value.func, AttrSource(source, "func"))
-            self.add(value.args, AttrSource(source, "args"))
-            self._add_keywords(value.keywords, AttrSource(source, "keywords"))
+            install_guard("TYPE_MATCH", source)
+            self.add(value.func, attribute_at(source, "func"))
+            self.add(value.args, attribute_at(source, "args"))
+            self._add_keywords(value.keywords, attribute_at(source, "keywords"))
         elif isinstance(getattr(value, "for_compiler", None), FunctionType):  # a policy
-            self.add(value.for_compiler, AttrSource(source, "for_compiler"))
+            self.add(value.for_compiler, attribute_at(source, "for_compiler"))
         elif type(value) in (list, tuple, set, frozenset) and all(map(_is_atom, value)):
-            _install("EQUALS_MATCH", source)
+            install_guard("EQUALS_MATCH", source)
         elif type(value) in (list, tuple):
-            _install("SEQUENCE_LENGTH", source)
+            install_guard("SEQUENCE_LENGTH", source)
             for i, item in enumerate(value):
-                self.add(item, GetItemSource(source, i))
+                self.add(item, item_at(source, i))
         else:
-            _install("ID_MATCH", source)
+            install_guard("ID_MATCH", source)
 
     def _add_cell(self, cell: Any, source: Any) -> None:
         try:
@@ -106,22 +99,14 @@ class _Guards:
         self.add(value, source)
 
     def _add_keywords(self, keywords: dict[str, Any] | None, source: Any) -> None:
-        from torch._dynamo.source import DictGetItemSource  # noqa: PLC0415
-
         if not keywords:
-            _install("CONSTANT_MATCH" if keywords is None else "DICT_KEYS_MATCH", source)
+            install_guard("CONSTANT_MATCH" if keywords is None else "DICT_KEYS_MATCH", source)
             return
-        _install("DICT_KEYS_MATCH", source)
+        install_guard("DICT_KEYS_MATCH", source)
         for name, value in keywords.items():
-            self.add(value, DictGetItemSource(source, name))
+            self.add(value, entry_at(source, name))
 
 
 def _is_atom(value: Any) -> bool:
-    """Whether a value can be compared in one guard with the collection that it is in."""
+    """True if a value can be compared in one guard with the collection that it is in."""
     return isinstance(value, (*_CONSTANTS, *_OPS))
-
-
-def _install(kind: str, source: Any) -> None:
-    from torch._dynamo.guards import GuardBuilder, install_guard  # noqa: PLC0415
-
-    install_guard(source.make_guard(getattr(GuardBuilder, kind)))

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from rekindle._api.checkpoint import checkpoint
-from rekindle.compile import graph_location as traced
 from rekindle.errors import RekindleError
 from rekindle.offload.context import Offload, kept
 from rekindle.policies import Policy
 from rekindle.regions.base import run_under_hooks
 from rekindle.regions.saved_indices import SavedIndicesEngine
+from rekindle.regions.selective import graph_location as traced
 from rekindle.strategy import SavedIndices
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_begins
 

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rekindle.compile.compiled_modules import compiled_around
 from rekindle.module_attachment import attach, attached
 from rekindle.modules.caches import forbid_cache
 from rekindle.modules.forward import forward_of, put
 from rekindle.modules.unwrapping import unwrapped
+from rekindle.planner.compiled_modules import compiled_around
 from rekindle.planner.input_shapes import Shapes, elements, input_shapes, told
 from rekindle.planner.loss import Loss
 from rekindle.planner.measure.model_lock import turn_of

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from rekindle.compile.compiled_modules import FIT_FIRST
+from rekindle.planner.compiled_modules import FIT_FIRST
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_begins, within_compiled_code
 
 _locks: "WeakKeyDictionary[nn.Module, RLock]" = WeakKeyDictionary()

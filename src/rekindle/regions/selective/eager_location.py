@@ -16,9 +16,10 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from rekindle.compile import graph_location as traced
 from rekindle.regions.base import current, region_frames
 from rekindle.regions.recompute.ambient import names
+from rekindle.regions.selective import graph_location as traced
+from rekindle.torch_private.fx_nodes import runs_a_node
 from rekindle.torch_private.module_calls import MODULE_CALL
 from rekindle.torch_private.torch_checkpoint import TorchSelectiveContext
 
@@ -63,19 +64,19 @@ class SelectiveCheckpointContext(TorchSelectiveContext):
     @functools.cached_property
     def module_path(self) -> str:
         """The path of the module that runs, from the outermost that does, as in `layers.3.mlp`."""
-        return traced.module_path() if traced.runs_a_node() else module_path()
+        return traced.module_path() if runs_a_node() else module_path()
 
     @functools.cached_property
     def path_in_region(self) -> str | None:
         """The path of the module that runs from the region's own module; None if it has none."""
         if self.region is None:
             return None
-        return traced.path_under(self.region) if traced.runs_a_node() else path_in(self.region)
+        return traced.path_under(self.region) if runs_a_node() else path_in(self.region)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the functions that run, given by `rekindle.name`, the innermost last."""
-        return traced.names() if traced.runs_a_node() else names.get()
+        return traced.names() if runs_a_node() else names.get()
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +178,7 @@ def runs_one_of(functions: dict[CodeType, set[Any]]) -> bool:
 
     Several may share their code: then its first argument, the context, tells whose it is.
     """
-    if traced.runs_a_node():
+    if runs_a_node():
         return traced.runs_one_of(functions)
     for frame in _stack():
         classes = functions.get(frame.f_code)

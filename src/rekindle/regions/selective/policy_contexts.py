@@ -7,28 +7,19 @@ forward, and in the replay the op does not run and gives that result again.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 from torch import Tensor
 
-from rekindle.compile import graph_location, node_tags
 from rekindle.errors import CheckpointError
-from rekindle.regions.selective.decisions import (
-    AS_PLANNED,
-    FOR_TORCH,
-    Decision,
-    decision_of,
-)
+from rekindle.regions.selective.decisions import Decision, decision_of
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
 from rekindle.torch_private.dispatch_modes import TorchDispatchMode, is_traced
 from rekindle.torch_private.grad_mode import without_grad
 from rekindle.torch_private.pytrees import tree_leaves, tree_map
-from rekindle.torch_private.torch_checkpoint import (
-    SAC_IGNORED_OPS,
-    TORCHS_MODES,
-    torch_selective_contexts,
-)
+from rekindle.torch_private.torch_checkpoint import SAC_IGNORED_OPS, TORCHS_MODES
 from rekindle.torch_private.version_counters import detached, version_of
 
 
@@ -37,9 +28,17 @@ def contexts_of(
 ) -> tuple["CachingMode", "CachedMode"]:
     """The two modes of one call of a region; torch's own where its compiler is to see them."""
     if is_traced():
-        return contexts_for_torch(policy)  # type: ignore[no-any-return]
+        return _contexts_in_graphs[-1](policy)  # type: ignore[no-any-return]
     storage: dict[Any, dict[int, Any]] = defaultdict(dict)
     return CachingMode(policy, storage), CachedMode(policy, storage, allow_cache_entry_mutation)
+
+
+_contexts_in_graphs: list[Callable[[Any], Any]] = []
+
+
+def use_in_graphs(contexts: Callable[[Any], Any]) -> None:
+    """Have `contexts(policy)` make the contexts while a graph is traced; called by `compile`."""
+    _contexts_in_graphs.append(contexts)
 
 
 def policy_in(contexts: tuple[Any, Any]) -> Any:
@@ -47,51 +46,6 @@ def policy_in(contexts: tuple[Any, Any]) -> Any:
     if tuple(map(type, contexts)) in (_OURS, TORCHS_MODES):
         return contexts[0].policy_fn
     return None
-
-
-def contexts_for_torch(policy: Any) -> Any:
-    """Torch's own contexts for a policy of ours."""
-    return torch_selective_contexts(_InTorchsWords(policy))  # type: ignore[no-untyped-call]
-
-
-class _InTorchsWords:
-    """A policy as torch's engines ask for it: state of each region's forward and replay apart."""
-
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
-        self._states: dict[bool, Counter] = {False: Counter(), True: Counter()}
-        self._last = Decision.OFFLOAD
-        """What was said of the last result that is to go."""
-
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        node_tags.offload_what_was_marked(self._last)
-        counter = self._states[bool(ctx.is_recompute)]
-        out = getattr(ctx, "op_output", None)
-        told = counter.context(op, out, args, kwargs, ctx.is_recompute)
-        told.region, told.is_compiled = self._policy, True
-        name = graph_location.tensor_name(op)
-        if name is not None and not ctx.is_recompute:
-            self._name(args[0], name, told)
-        decision = self._policy.decide(told) or Decision.RECOMPUTE
-        if decision not in _AWAY:
-            return FOR_TORCH[decision]
-        if out is None:  # on torch 2.11, which asks before the op runs
-            self._last = decision
-            return FOR_TORCH[Decision.OFFLOAD]
-        node_tags.offload([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], decision)
-        return FOR_TORCH[Decision.KEEP]
-
-    def _name(self, tensor: Tensor, name: str, told: SelectiveCheckpointContext) -> None:
-        """Give a tensor that is there already the decision of its name."""
-        decision = self._policy.decide_named(name, told)
-        if decision is not None and decision is not Decision.RECOMPUTE:
-            node_tags.keep(tensor)
-        if decision in _AWAY:
-            node_tags.offload([tensor], decision)
-
-
-_AWAY = (Decision.OFFLOAD, Decision.OFFLOAD_FREELY, Decision.SPILL, *AS_PLANNED.values())
-"""PlannedDecisions that take results elsewhere."""
 
 
 class Counter:

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from rekindle.torch_private.dynamo_frames import is_compiled
+
 FIT_FIRST = (
     "blocks are measured op by op, which a graph has none of. Call rekindle.fit on the model "
     "before torch.compile: what is compiled after has the plan in its graphs"
@@ -16,17 +18,6 @@ def compiled_around(model: nn.Module, blocks: Iterable[str]) -> str | None:
     path: str
     for path, module in model.named_modules(remove_duplicate=False):
         is_around = not path or any(f"{block}.".startswith(f"{path}.") for block in paths)
-        if is_around and _is_compiled(module):
+        if is_around and is_compiled(module):
             return path
     return None
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether a module is by `torch.compile(module)`, `module.compile()` or a compiled forward.
-
-    No public form; tried on torch 2.11 and 2.13.
-    """
-    own = vars(module)
-    if own.get("_compiled_call_impl") is not None:
-        return True
-    return hasattr(own.get("forward"), "_torchdynamo_orig_callable")

@@ -1,8 +1,7 @@
 """Where an op stands in the code, for a policy that is asked while a graph is made.
 
 By then Dynamo has made a flat graph of the region: no module is being called, and no function runs.
-What each op came from is written on its node, and the node that is run is in
-`torch.fx.traceback.current_meta`. That has no public form; tried on torch 2.11 and 2.13.
+The origin of each op is written on its node.
 """
 
 import re
@@ -13,9 +12,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-import torch.fx.traceback
 from torch import Tensor, nn
 
+from rekindle.torch_private.fx_nodes import annotated, node_meta
 from rekindle.torch_private.module_calls import MODULE_CALL
 
 _ROOT = re.compile(r"^[LG]\[.*?\](?:.*\.cell_contents)?")
@@ -24,18 +23,9 @@ _NO_PARTS = {"", "_orig_mod"}
 _NAMES, _TENSOR = "rekindle_names", "rekindle_tensor"
 
 
-def _meta() -> dict[str, Any]:
-    return torch.fx.traceback.current_meta
-
-
-def runs_a_node() -> bool:
-    """Whether what runs is a node of a graph that Dynamo made, rather than a user's code."""
-    return "from_node" in torch.fx.traceback.current_meta
-
-
 def module_path() -> str:
     """The path of the module that made the op: from the outermost module that is called now."""
-    stack = _meta().get("nn_module_stack") or {}
+    stack = node_meta().get("nn_module_stack") or {}
     if not stack:
         return ""
     key, (name, *_) = list(stack.items())[-1]
@@ -50,7 +40,7 @@ standing: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 
 def path_under(policy: Any) -> str | None:
     """The path of that module from the outermost one around it to which the policy was applied."""
-    stack = list(_meta().get("nn_module_stack") or {})
+    stack = list(node_meta().get("nn_module_stack") or {})
     if not stack:
         return ""
     number = str(stack[-1]).partition("@")[0]
@@ -88,7 +78,7 @@ def _tidy(path: str) -> str:
 
 def runs_one_of(codes: Iterable[CodeType]) -> bool:
     """Whether the op was traced in one of these functions, or in what they call."""
-    trace: str = _meta().get("stack_trace") or ""
+    trace: str = node_meta().get("stack_trace") or ""
     return any(_is_in(code, trace) for code in codes)
 
 
@@ -105,20 +95,20 @@ def _is_in(code: CodeType, trace: str) -> bool:
 
 def named_call(function: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Call a function in code that is being compiled, so that its ops go by the name."""
-    with torch.fx.traceback.annotate({f"{_NAMES}:{name}": name}):
+    with annotated({f"{_NAMES}:{name}": name}):
         return function(*args, **kwargs)
 
 
 def named_tensor(tensor: Tensor, name: str) -> Tensor:
     """The tensor, in code that is being compiled, by a view that bears the name."""
-    with torch.fx.traceback.annotate({_TENSOR: name}):
+    with annotated({_TENSOR: name}):
         alias: Tensor = torch.ops.aten.alias(tensor)
         return alias
 
 
 def names() -> tuple[str, ...]:
     """The names of the functions that the op was traced in, the innermost last."""
-    custom = _meta().get("custom") or {}
+    custom = node_meta().get("custom") or {}
     return tuple(name for key, name in custom.items() if key.startswith(_NAMES))
 
 
@@ -126,5 +116,5 @@ def tensor_name(op: Any) -> str | None:
     """The name that the op gives to what it is given, if that is what it is there for."""
     if op is not torch.ops.aten.alias.default:
         return None
-    name: str | None = (_meta().get("custom") or {}).get(_TENSOR)
+    name: str | None = (node_meta().get("custom") or {}).get(_TENSOR)
     return name

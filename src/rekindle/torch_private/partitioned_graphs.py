@@ -1,0 +1,54 @@
+"""The pairs of graphs, forward and backward, that torch's partitioner makes in a compilation."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def in_compilation() -> bool:
+    """True if torch compiles something on this thread.
+
+    Tried on torch 2.11 and 2.13. Goes when torch has a public form.
+    """
+    return torch._guards.CompileContext.try_get() is not None
+
+
+def when_compilation_ends(callback: Callable[[Any], None]) -> None:
+    """Have `callback` called at the end of every compilation; registered once.
+
+    Tried on torch 2.11 and 2.13. Goes when torch has a public form.
+    """
+    from torch._dynamo.callback import callback_handler  # noqa: PLC0415 (slow to import)
+
+    if callback not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(callback)
+
+
+@contextmanager
+def pass_over_graph_pairs(run: Callable[[Any, Any, int], None]) -> Iterator[None]:
+    """Inside, `run(forward, backward, outputs)` is called with each pair of graphs.
+
+    It is called where torch's own pass for offload is, which is off by default, and before it where
+    that is on. Tried on torch 2.11 and 2.13. Goes when torch has a public hook for all backends;
+    `torch._inductor.config.custom_partitioner_fn` serves one.
+    """
+    from torch._functorch import config  # noqa: PLC0415 (slow to import)
+    from torch._functorch._activation_offloading import (  # noqa: PLC0415
+        activation_offloading as torchs,
+    )
+
+    torchs_pass, is_on = torchs.enable_activation_offloading, config.enable_activation_offloading
+
+    def both(forward: Any, backward: Any, outputs: int, *others: Any) -> None:
+        run(forward, backward, outputs)
+        if is_on:
+            torchs_pass(forward, backward, outputs, *others)
+
+    with config.patch(enable_activation_offloading=True):
+        torchs.enable_activation_offloading = both  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torchs.enable_activation_offloading = torchs_pass
