@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from rekindle.torch_private.module_calls import forward_hooks
+
 _NAME = "_rekindle_attached"
 
 
@@ -68,17 +70,13 @@ def put_back(aside: Aside) -> None:
         each.who.is_on = True
 
 
-_HOOKS = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-)
 Hooks = list[tuple[dict[int, Any], frozenset[int]]]
 
 
 def hooks_on(model: nn.Module) -> Hooks:
     """The forward hooks on a model's modules now."""
-    found = [vars(module).get(name) for module in model.modules() for name in _HOOKS]
-    return [(hooks, frozenset(hooks)) for hooks in found if hooks is not None]
+    found = [hooks for module in model.modules() for hooks in forward_hooks(module)]
+    return [(hooks, frozenset(hooks)) for hooks in found]
 
 
 def take_off_new(hooks: Hooks) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle.torch_private.dispatch_modes import TorchDispatchMode, is_traced, reads_metadata
+from rekindle.torch_private.module_calls import MODULE_CALL_METHODS
 
 active: list["Observation"] = []
 """The observations that are open now."""
@@ -169,9 +170,6 @@ def observe() -> Iterator[Observation]:
         active.remove(seen)
 
 
-_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl")
-
-
 def region_name(function: Callable[..., Any]) -> str:
     """What a person calls a region: the module's class, or the function's qualified name."""
     while isinstance(function, functools.partial):
@@ -182,7 +180,7 @@ def region_name(function: Callable[..., Any]) -> str:
     if isinstance(owner, nn.Module):
         method = getattr(function, "__name__", "__call__")
         kind = type(owner).__name__
-        return kind if method in _CALLS else f"{kind}.{method}"
+        return kind if method in MODULE_CALL_METHODS else f"{kind}.{method}"
     return getattr(function, "__qualname__", type(function).__name__)
 
 

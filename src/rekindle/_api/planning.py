@@ -40,6 +40,7 @@ from rekindle.planner.trace.fake_profile import Like, imagine
 from rekindle.planner.trace.fake_tensors import has_no_memory
 from rekindle.planner.training_step import Step
 from rekindle.planner.types import Nearby, Profile
+from rekindle.torch_private.autograd_graph import has_accumulation_hooks
 
 
 def profile(
@@ -113,7 +114,7 @@ def _profile(
     _refuse_compiled(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("No parameter of the model requires a gradient: it is not trained")
-    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
+    if any(map(has_accumulation_hooks, model.parameters())):
         raise ValueError(
             "A parameter has a hook that runs when its gradient is there, such as an optimizer's: "
             "measuring would run it. Profile the model before such hooks are registered."

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rekindle.regions.selective.op_kinds import Kind, kind_of
 from rekindle.torch_private.dispatch_modes import ASKS_DEVICE, TorchDispatchMode
-from rekindle.torch_private.op_types import schema_of
+from rekindle.torch_private.op_types import packet_short_name, schema_of
 from rekindle.torch_private.pytrees import tree_leaves
 
 _T, _G, _GIB = 1e12, 1e9, 2**30
@@ -181,7 +181,7 @@ def seconds_of(
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
     nbytes = sum(map(_nbytes, made))
-    nbytes += nbytes if _opname(func) in _PICK else sum(map(_nbytes, given))
+    nbytes += nbytes if packet_short_name(func) in _PICK else sum(map(_nbytes, given))
     dtype = next((tensor.dtype for tensor in given if tensor.is_floating_point()), torch.float32)
     seconds = device.seconds(_flops(func, args, kwargs, out), nbytes, dtype, _attends(func))
     return seconds if getattr(func, "namespace", "aten") in _KNOWN else _UNKNOWN * seconds
@@ -208,17 +208,13 @@ _UNKNOWN = 10.0
 @cache
 def _runs_on_device(func: Any) -> bool:
     """Whether an op has anything to do there: views do not, nor does memory that is not written."""
-    if func is ASKS_DEVICE or "empty" in _opname(func):
+    if func is ASKS_DEVICE or "empty" in packet_short_name(func):
         return False
     return kind_of(func) is not Kind.VIEW
 
 
-def _opname(func: Any) -> str:
-    return getattr(func, "_opname", "")
-
-
 def _attends(func: Any) -> bool:
-    return _opname(func).startswith(_ATTENTION)
+    return packet_short_name(func).startswith(_ATTENTION)
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
@@ -234,7 +230,7 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     *batch, tokens, width = given["query"].shape
     product: float = 2.0 * torch.Size(batch).numel() * tokens * given["key"].shape[-2] * width
-    products = 5 if _opname(func).endswith("_backward") else 2
+    products = 5 if packet_short_name(func).endswith("_backward") else 2
     return product * products * (0.5 if given.get("is_causal") else 1.0)
 
 

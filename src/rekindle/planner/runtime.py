@@ -29,6 +29,7 @@ from rekindle.planner.ranks.rank_sync import has_other_ranks
 from rekindle.regions.base import is_replaying
 from rekindle.regions.selective.offload_bridge import begin_backward
 from rekindle.sizes import format_bytes, parse_bytes
+from rekindle.torch_private.autograd_graph import has_accumulation_hooks
 from rekindle.torch_private.cuda import capturing
 from rekindle.torch_private.data_parallel import sharded_parameters
 from rekindle.torch_private.func_transforms import func_transform
@@ -135,7 +136,7 @@ class Standing:
             return "it is called inside a region, or under saved-tensor hooks"
         if func_transform() is not None or capturing():
             return "it is called inside a transform, or captured as a CUDA graph"
-        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
+        if any(map(has_accumulation_hooks, model.parameters())):
             return "a parameter has a hook that runs when its gradient is there"
         return None
 

@@ -172,7 +172,7 @@ def _is_strided_memory(x: Tensor) -> bool:
 
 def _foreign_mode() -> bool:
     """True if a dispatch mode of somebody else is on: it may have ops do something else."""
-    ours = "rekindle.", "torch._subclasses."  # the latter: fake tensors, to profile with
+    ours = "rekindle.", FakeTensor.__module__  # the latter: fake tensors, to profile with
     return dispatch_modes() > 0 and any(
         not type(mode).__module__.startswith(ours) for mode in entered_modes()
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from operator import attrgetter
+from types import CodeType
 from typing import Any
 
 import torch
@@ -96,3 +97,37 @@ is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 """True if autograd takes a tensor for a view of another.
 
 Tried on torch 2.11 and 2.13. Goes when torch has a public form."""
+
+
+def function_class(context: Any) -> Any:
+    """The `autograd.Function` whose node, or whose context, this is; None for any other object.
+
+    Tried on torch 2.11 and 2.13. Goes when torch has a public form.
+    """
+    return getattr(context, "_forward_cls", None)
+
+
+def runs_compiled_graph(function: Any) -> bool:
+    """True if an `autograd.Function` runs a graph that torch compiled.
+
+    Tried on torch 2.11 and 2.13: such classes have an attribute of that name. Goes when torch has a
+    public form.
+    """
+    return hasattr(function, "compiled_fw")
+
+
+FUNCTION_APPLY: CodeType | None = getattr(
+    getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None
+)
+"""The code that runs an `autograd.Function`, in which its class is a local; None where it is C.
+
+Where there is none, a region holds what compiled code saves for backward. Tried on torch 2.11 and
+2.13. Goes when saved-tensor hooks are told which node saves."""
+
+
+def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
+    """True if a parameter has hooks that run when its gradient has been accumulated.
+
+    Tried on torch 2.11 and 2.13. Goes when torch has a public form.
+    """
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

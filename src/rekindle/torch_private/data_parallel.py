@@ -1,7 +1,6 @@
-"""The private parts of torch's data-parallel wrappers: what they do to gradients can be paused.
+"""Data-parallel wrappers, DDP and FSDP2: the reduction of gradients is paused and put back.
 
-Names of DDP and of FSDP2 that have no public form, as in torch 2.13. An attribute that a version of
-torch does not have is left out.
+An attribute that a version of torch does not have is left out.
 
 Note [Steps that leave no trace in a reducer]. DDP reduces gradients from hooks on the accumulator
 nodes of the parameters that it was given. These hooks count: under `static_graph` the first
@@ -48,7 +47,11 @@ _IDLE = {
 
 @contextmanager
 def reducers_idle(model: nn.Module) -> Iterator[None]:
-    """Inside, no DDP sees that it is called; each ends as it was."""
+    """Inside, every DDP of a model reduces nothing and counts nothing; each ends as it was.
+
+    Tried on torch 2.11 and 2.13. The public form, `no_sync`, still counts a backward. Goes when it
+    does not.
+    """
     with ExitStack() as stack:
         for wrapper in _wrappers_of(model):
             stack.enter_context(_changed(vars(wrapper), _IDLE))
@@ -90,13 +93,17 @@ def _with_subclasses(kind: type) -> set[type]:
 
 
 def sharded_groups(model: nn.Module) -> list[Any]:
-    """The groups of parameters that FSDP2 gathers and reduces together, for a whole model."""
+    """The groups of parameters that FSDP2 gathers and reduces together, for a whole model.
+
+    Tried on torch 2.11, where a unit has one at most, and 2.13, where it has a list. Goes when
+    torch has a public form.
+    """
     groups = {id(group): group for unit in _units(model) for group in _groups_of(unit)}
     return list(groups.values())
 
 
 def _groups_of(unit: Any) -> list[Any]:
-    """The groups of one unit: one at most in torch 2.11, a list of them in 2.13."""
+    """The groups of one unit."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
@@ -105,7 +112,10 @@ def _groups_of(unit: Any) -> list[Any]:
 
 
 def sharded_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The shards that FSDP holds, which it puts in the place of parameters by itself."""
+    """The shards that FSDP holds, which it puts in the place of parameters by itself.
+
+    Tried on torch 2.11 and 2.13. Goes when torch has a public form.
+    """
     groups = sharded_groups(model)
     found = {sharded.sharded_param for group in groups for sharded in group.fsdp_params}
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -117,7 +127,10 @@ def sharded_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Have every unit of FSDP2 hold its shard alone, as it does between steps."""
+    """Have every unit of FSDP2 hold its shard alone, as it does between steps.
+
+    Public names, tried on torch 2.11 and 2.13. Goes when `gathered_around` does.
+    """
     for unit in _units(model):
         unit.reshard()
 
@@ -129,6 +142,8 @@ def sharded_gradients_set_aside(model: nn.Module) -> Iterator[None]:
     This holds for gradients that it keeps beside `parameter.grad`: those of whole parameters, which
     were not reduced yet, and those that were reduced within a group of ranks and not among groups.
     A hook that a user runs on reduced gradients, which may count, does not run.
+
+    Tried on torch 2.11 and 2.13. Goes when torch can put accumulated gradients aside.
     """
     groups = sharded_groups(model)
     reshard(model)
@@ -153,6 +168,8 @@ def gathered_around(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[N
 
     A unit that is a block, or in one, gathers its parameters when the block is called. One that has
     more in it than a block is gathered here; gradients of its parameters are let go of.
+
+    Tried on torch 2.11 and 2.13. Goes when gradients of gathered parameters have a public form.
     """
     blocks = list(blocks)
     inside = {module for block in blocks for module in block.modules()}
@@ -200,7 +217,10 @@ def _units(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def gradient_set_aside(parameter: Tensor) -> Iterator[None]:
-    """Inside, a parameter has no gradient of before; then it has that one, by reference."""
+    """Inside, a parameter has no gradient of before; then it has that one, by reference.
+
+    Public names, tried on torch 2.11 and 2.13. Goes when `sharded_gradients_set_aside` does.
+    """
     before = parameter.grad
     parameter.grad = None
     try:
@@ -211,7 +231,7 @@ def gradient_set_aside(parameter: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _changed(attributes: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
-    """Other values for the attributes that there are among these, for a while."""
+    """Inside, the attributes that exist among `values` have those; then their own again."""
     before = {name: attributes[name] for name in values if name in attributes}
     attributes.update({name: values[name] for name in before})
     try:

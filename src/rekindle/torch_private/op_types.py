@@ -42,3 +42,11 @@ def packet_name(packet: OpOverloadPacket) -> str:
     Tried on torch 2.11 and 2.13. Goes when torch has a public form.
     """
     return str(packet._qualified_op_name)
+
+
+def packet_short_name(op: Any) -> str:
+    """The name of an op without namespace and overload, as in `add`; empty for what is no op.
+
+    Tried on torch 2.11 and 2.13. Goes when torch has a public form.
+    """
+    return getattr(op, "_opname", "")

@@ -10,37 +10,41 @@ and what does not depend on compiled code is made again op by op. Backends that 
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
 
 from rekindle.regions.errors.call_sites import RawSite, frame_at, library, with_user_code
 from rekindle.regions.recompute.recompute_region import RecomputeRegion
 from rekindle.regions.recompute.slots import Slot
 from rekindle.regions.region_options import Options
-from rekindle.torch_private.autograd_graph import grad_fn_of, nodes_so_far, sequence_number
+from rekindle.torch_private.autograd_graph import (
+    FUNCTION_APPLY,
+    function_class,
+    grad_fn_of,
+    nodes_so_far,
+    runs_compiled_graph,
+    sequence_number,
+)
 from rekindle.torch_private.dispatch_modes import PROXY, entered_mode
+from rekindle.torch_private.inductor import (
+    dynamo_is_loaded,
+    inductor_has_written,
+    is_written_by_inductor,
+)
 from rekindle.torch_private.storages import storage_key
 from rekindle.torch_private.tensor_identity import shape_of
 
-_WRITER = "torch._inductor.runtime.compile_tasks"
-"""The module that loads what inductor writes, whose names begin with its own. No public form; tried
-on torch 2.11 and 2.13."""
 _DEEP = 16
 """How far up to look: dispatch modes, and torch's Python, may be between an op and who runs it."""
-_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-"""The code that runs an `autograd.Function`, in which its class is at hand: Python in 2.11 and
-2.13 of torch. Where there is none, a region holds what compiled code saves for backward."""
 
 
 def called_by_generated_code() -> bool:
     """Whether the op that the calling dispatch mode sees is run by code that inductor wrote."""
-    if _WRITER not in sys.modules:
+    if not inductor_has_written():
         return False
     frame: FrameType | None = frame_at(2)
     for _ in range(_DEEP):
@@ -48,7 +52,7 @@ def called_by_generated_code() -> bool:
             return False
         code = frame.f_code
         if not library[code.co_filename] and code.co_name != "__torch_dispatch__":
-            return str(frame.f_globals.get("__name__")).startswith(_WRITER)
+            return is_written_by_inductor(frame)
         frame = frame.f_back
     return False
 
@@ -62,7 +66,7 @@ def may_run_compiled_code(function: Callable[..., Any]) -> bool:
 
     A region that first runs some after it ran none holds what that saves, this once.
     """
-    if "torch._dynamo" not in sys.modules:  # `torch.compile` imports it
+    if not dynamo_is_loaded():
         return False
     key = _key(function)
     known = _runs_compiled_code.get(id(key))
@@ -85,11 +89,6 @@ def _forget(key: int, _: Any) -> None:
 def _key(function: Callable[..., Any]) -> Any:
     """What tells functions apart for this: their code, or the class of what is called."""
     return getattr(function, "__code__", None) or type(function)
-
-
-def _is_compiled(function: Any) -> bool:
-    """Whether an `autograd.Function` runs a compiled graph. No public form."""
-    return hasattr(function, "compiled_fw")
 
 
 _DEAD: "ref[Slot]" = ref(Slot())
@@ -122,7 +121,7 @@ class GraphFrame(RecomputeRegion):
     def made(self, tensor: Tensor) -> bool:
         """Whether a tensor is a result of compiled code in this region, for autograd to follow."""
         node = grad_fn_of(tensor)
-        if node is None or not _is_compiled(getattr(node, "_forward_cls", None)):
+        if node is None or not runs_compiled_graph(function_class(node)):
             return False
         return sequence_number(node) >= self._first_node
 
@@ -165,10 +164,10 @@ def site_of(frame: FrameType) -> RawSite:
 
 def saved_by_compiled_code(x: Tensor, frame: FrameType) -> bool:
     """Whether compiled code saves a tensor that it made itself; `frame` is what called the hook."""
-    if frame.f_code is not _APPLY:
+    if frame.f_code is not FUNCTION_APPLY:
         return False
     called = frame.f_locals
-    if not _is_compiled(called["cls"]):
+    if not runs_compiled_graph(called["cls"]):
         return False
     given = {_memory_of(arg) for arg in called["args"] if isinstance(arg, Tensor)}
     return _memory_of(x) not in given

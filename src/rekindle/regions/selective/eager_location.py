@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rekindle.regions.base import current, region_frames
 from rekindle.regions.recompute.ambient import names
 from rekindle.regions.selective import graph_location as traced
+from rekindle.torch_private.autograd_graph import function_class
 from rekindle.torch_private.fx_nodes import runs_a_node
 from rekindle.torch_private.module_calls import MODULE_CALL
 from rekindle.torch_private.torch_checkpoint import TorchSelectiveContext
@@ -185,7 +186,7 @@ def runs_one_of(functions: dict[CodeType, set[Any]]) -> bool:
         if classes is not None:
             names = frame.f_code.co_varnames
             context = frame.f_locals.get(names[0]) if names else None
-            owner = getattr(type(context), "_forward_cls", None)
+            owner = function_class(type(context))
             if owner is None or any(issubclass(owner, cls) for cls in classes):
                 return True
     return False

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rekindle.torch_private.dispatch_modes import reads_metadata
 from rekindle.torch_private.grad_mode import grad_enabled
-from rekindle.torch_private.op_types import schema_of
+from rekindle.torch_private.op_types import packet_short_name, schema_of
 
 
 class Kind(Enum):
@@ -43,7 +43,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_rnn_layer",
 
 def depends_on_backends(func: Any) -> bool:
     """Whether switches of torch's decide which kernel computes it."""
-    return getattr(func, "_opname", "") in _PRODUCTS
+    return packet_short_name(func) in _PRODUCTS
 
 
 def depends_on_grad_mode(func: Any) -> bool:
