@@ -4,6 +4,7 @@ from rekindle import policies
 from rekindle._api.checkpoint import checkpoint, checkpoint_sequential
 from rekindle._api.planning import Point, fit, frontier, profile, solve
 from rekindle._api.selective import create_selective_checkpoint_contexts, name
+from rekindle.compat.patch import patch_torch
 from rekindle.errors import CheckpointError, OffloadError, RekindleError
 from rekindle.modules.apply_strategies import Applied, apply, remove
 from rekindle.modules.wrappers import (
@@ -43,9 +44,6 @@ from rekindle.torch_private.torch_checkpoint import (
     CheckpointPolicy,
     noop_context_fn,
 )
-
-# Last: compat imports the names above from this module.
-from rekindle.compat.patch import patch_torch  # isort: skip
 
 __all__ = [
     "SAC_IGNORED_OPS",

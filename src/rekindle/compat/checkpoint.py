@@ -12,33 +12,36 @@ from typing import Any
 import torch
 from torch import nn
 
-import rekindle
-from rekindle import (
-    SAC_IGNORED_OPS,
-    CheckpointError,
+from rekindle._api import checkpoint as api
+from rekindle._api.selective import create_selective_checkpoint_contexts
+from rekindle.compile.hand_over import run_traced
+from rekindle.errors import CheckpointError
+from rekindle.regions.recompute.exec_groups import GraphExecGroup
+from rekindle.regions.recompute.reentrant import (
     CheckpointFunction,
-    CheckpointPolicy,
-    DefaultDeviceType,
-    GraphExecGroup,
-    SelectiveCheckpointContext,
     check_backward_validity,
-    create_selective_checkpoint_contexts,
     detach_variable,
+)
+from rekindle.regions.recompute.rng_state import (
+    DefaultDeviceType,
     get_device_states,
-    noop_context_fn,
-    set_checkpoint_debug_enabled,
-    set_checkpoint_early_stop,
+    infer_device_type,
     set_device_states,
 )
-from rekindle.compile.hand_over import run_traced
-from rekindle.regions.recompute.rng_state import infer_device_type
 from rekindle.regions.region_options import ContextFn, options_of
 from rekindle.regions.run import region_for
+from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
 from rekindle.regions.selective.policy_contexts import CachedMode, CachingMode
+from rekindle.regions.switches import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 from rekindle.torch_private.dispatch_modes import is_traced
 from rekindle.torch_private.func_transforms import func_transform
 from rekindle.torch_private.grad_mode import grad_enabled
-from rekindle.torch_private.torch_checkpoint import torch_generator
+from rekindle.torch_private.torch_checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    noop_context_fn,
+    torch_generator,
+)
 
 _CachedTorchDispatchMode = CachedMode
 _CachingTorchDispatchMode = CachingMode
@@ -86,7 +89,7 @@ def checkpoint(
             debug=debug,
             early_stop=early_stop,
         )
-    return rekindle.checkpoint(
+    return api.checkpoint(
         function,
         *args,
         use_reentrant=_explicit(use_reentrant),
@@ -109,9 +112,7 @@ def checkpoint_sequential(
     unknown = kwargs.keys() - {"preserve_rng_state"}
     if unknown:
         raise ValueError("Unexpected keyword arguments: " + ",".join(sorted(unknown)))
-    return rekindle.checkpoint_sequential(
-        functions, segments, input, _explicit(use_reentrant), **kwargs
-    )
+    return api.checkpoint_sequential(functions, segments, input, _explicit(use_reentrant), **kwargs)
 
 
 def _explicit(use_reentrant: bool | None) -> bool:

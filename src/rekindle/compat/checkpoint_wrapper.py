@@ -6,16 +6,17 @@ instead of from `torch.distributed.algorithms._checkpoint.checkpoint_wrapper`. T
 here because other people's code imports them.
 """
 
-from rekindle import (
+from rekindle.modules.wrappers import (
+    PREFIX,
+    WRAPPED,
     ActivationWrapper,
     CheckpointImpl,
     CheckpointWrapper,
     OffloadWrapper,
-    apply_activation_checkpointing,
     checkpoint_wrapper,
     offload_wrapper,
 )
-from rekindle.modules.wrappers import PREFIX, WRAPPED
+from rekindle.modules.wrapping import apply_activation_checkpointing
 
 _CHECKPOINT_PREFIX = PREFIX
 _CHECKPOINT_WRAPPED_MODULE = WRAPPED
