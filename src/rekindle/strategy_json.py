@@ -165,7 +165,8 @@ def _read_address(found: Any, place: str) -> OpAddress:
 
 
 def _read_policy(found: Any, place: str) -> Any:
-    if isinstance(found, dict) and found.get("policy") not in _POLICIES:
+    name = found.get("policy") if isinstance(found, dict) else None
+    if isinstance(name, str) and name not in _POLICIES:
         for _, read in _policy_formats:
             return read(found, place)
     return _read_tagged(found, place, "policy", _POLICIES)

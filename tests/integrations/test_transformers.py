@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle import policies
+from rekindle.strategy import Keep
 from tests.toys import same_bits
 
 transformers = pytest.importorskip("transformers")
@@ -408,7 +409,7 @@ def test_a_trainer_takes_a_budget(
     assert callback.plan is not None
     assert callback.plan.measured_peak is not None
     assert callback.plan.measured_peak <= callback.plan.budget
-    assert any(option.fate != "keep" for _, _, option in callback.plan.blocks)
+    assert any(option.strategy != Keep() for _, _, option in callback.plan.blocks)
 
 
 def test_a_callback_plans_with_the_loss_that_it_is_given() -> None:

@@ -13,15 +13,15 @@ from rekindle.modules.caches import no_caches
 from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.devices import device_named
 from rekindle.planner.measure.memory_meter import LiveBytes
+from rekindle.planner.op_words import word_of
 from rekindle.planner.plan_for_budget import plan_by
 from rekindle.planner.timeline import simulate
-from rekindle.planner.trace.block_graph import Graph, record
-from rekindle.planner.types import Option
+from rekindle.planner.trace.block_graph import record
+from rekindle.planner.types import BlockTrace, Candidate
 from rekindle.regions import saved_indices
 from rekindle.regions.selective.planned_ops import NumberedOpsPolicy, policy_of
 from rekindle.regions.selective.tensor_table import Book
-from rekindle.report.op_words import word_of
-from rekindle.strategy import OpAddress, PlannedOps, SavedIndices
+from rekindle.strategy import NumberedOps, OpAddress, PlannedOps, SavedIndices, Selective
 from tests.toys import same_bits
 
 pytest.importorskip("scipy")
@@ -116,19 +116,25 @@ def profile(case: Case) -> rekindle.Profile:
     return rekindle.profile(case.model, case)
 
 
-def uniform(profile: rekindle.Profile, index: int) -> list[Option]:
+def uniform(profile: rekindle.Profile, index: int) -> list[Candidate]:
     """Every block by one option of the largest menu, or by the one of its own that is alike."""
-    largest = max((block.options for block in profile.blocks), key=len)
+    largest = max((block.candidates for block in profile.blocks), key=len)
     wanted = largest[min(index, len(largest) - 1)]
-    menus = (profile.options(i) for i in range(len(profile.order)))
+    menus = (profile.candidates(i) for i in range(len(profile.order)))
     return [
-        min(menu, key=lambda o: (o.fate != wanted.fate, abs(o.bytes_held - wanted.bytes_held)))
+        min(
+            menu,
+            key=lambda o: (
+                type(o.strategy) is not type(wanted.strategy),
+                abs(o.bytes_held - wanted.bytes_held),
+            ),
+        )
         for menu in menus
     ]
 
 
 def menu_size(profile: rekindle.Profile) -> int:
-    return max(len(block.options) for block in profile.blocks)
+    return max(len(block.candidates) for block in profile.blocks)
 
 
 def test_a_step_under_autocast_peaks_where_its_plan_says(
@@ -138,11 +144,11 @@ def test_a_step_under_autocast_peaks_where_its_plan_says(
         options = uniform(profile, index)
         found = simulate(profile, options)
         ratio = peak_of(case, options, profile) / found.peak
-        by_part = options[0].fate in ("select", "derive")
+        by_part = isinstance(options[0].strategy, Selective | SavedIndices)
         assert ratio == pytest.approx(1.0, abs=0.02 if by_part else 0.025), options[0].describe()
 
 
-def peak_of(case: Case, options: list[Option], profile: rekindle.Profile) -> int:
+def peak_of(case: Case, options: list[Candidate], profile: rekindle.Profile) -> int:
     """The peak of a step by some options, as it is measured."""
     plan = plan_by(profile, 0, options, simulate(profile, options), 0.0)
     rekindle.apply(case.model, plan)
@@ -173,7 +179,11 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_is_kept_in_a_step_under_autocast_is_what_the_plan_names(
     case: Case, profile: rekindle.Profile, kept: list[str]
 ) -> None:
-    menu = [o for o in profile.blocks[0].options if o.fate == "select" and o.kept]
+    menu = [
+        o
+        for o in profile.blocks[0].candidates
+        if isinstance(o.strategy, Selective) and o.strategy.policy.kept
+    ]
     assert len(profile.blocks) == 1
     assert menu
     for option in menu:
@@ -183,7 +193,7 @@ def test_what_is_kept_in_a_step_under_autocast_is_what_the_plan_names(
         kept.clear()
         case()
         rekindle.remove(case.model)
-        named = [address.op for address in option.kept_ops]
+        named = [address.op for address in option.strategy.policy.kept]
         for op in set(named) | set(kept):
             results = _RESULTS.get(op, 1)
             assert kept.count(op) == named.count(op) * len(options) * results
@@ -205,14 +215,18 @@ def test_what_is_derived_in_a_step_under_autocast_is_what_the_plan_says(
         found.append((tuple(region.recomputed), region.saved))
 
     monkeypatch.setattr(saved_indices.SavedIndicesRegion, "__exit__", spy)
-    for option in profile.blocks[0].options:
-        if option.fate == "derive":
-            rekindle.apply(case.model, {path: what_of(option) for path, _ in profile.order})
+    for option in profile.blocks[0].candidates:
+        if isinstance(option.strategy, SavedIndices):
+            rekindle.apply(
+                case.model, {path: what_of(option.strategy) for path, _ in profile.order}
+            )
             found.clear()
             with no_caches(case.model):
                 case()
             rekindle.remove(case.model)
-            assert found == [(option.derived, option.saves)] * len(profile.order)
+            assert found == [(option.strategy.recomputed, option.strategy.count)] * len(
+                profile.order
+            )
 
 
 def gradients(case: Case) -> list[Tensor]:
@@ -263,7 +277,7 @@ class Block(nn.Module):
         return self.one(x).exp()  # type: ignore[no-any-return]
 
 
-def graph_of(block: nn.Module, x: Tensor) -> Graph:
+def graph_of(block: nn.Module, x: Tensor) -> BlockTrace:
     return record(lambda: block(x), device_named("cpu"), block)
 
 
@@ -291,14 +305,14 @@ def test_a_block_that_runs_other_ops_says_that_its_plan_no_longer_matches(
 
 
 def test_a_plan_of_an_older_file_goes_by_numbers() -> None:
-    policy = what_of(Option("select", (1,)))
+    policy = what_of(Selective(NumberedOps((1,))))
     assert isinstance(policy, NumberedOpsPolicy)
 
 
 def test_a_block_that_saves_other_tensors_says_that_its_plan_no_longer_matches() -> None:
     does = Branching()
     block, x = Block(does), torch.randn(4, 8, requires_grad=True)
-    saves = len(graph_of(block, x).saves)
+    saves = len(graph_of(block, x).saved_tensors)
     rekindle.apply(block, {"": SavedIndices(count=saves)})
     block(x)
     does.doubles = True

@@ -137,4 +137,4 @@ def test_results_of_parameters_alone_count_as_coming_from_outside() -> None:
     graph = record(lambda: block(x), CPU, block)
     assert [op.name for op in graph.ops] == ["aten::mm", "aten::relu"]
     # Saved: by `exp` its output, by `mm` x and that output, by `relu` its output.
-    assert sorted(graph.saves, key=str) == [1, None, None, None]
+    assert sorted(graph.saved_tensors, key=str) == [1, None, None, None]

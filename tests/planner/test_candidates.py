@@ -13,7 +13,8 @@ import rekindle
 from benchmarks.decoder import Block as DecoderBlock
 from benchmarks.decoder import Shape
 from rekindle.planner.devices import device_named
-from rekindle.planner.trace.block_graph import Graph, Op, Value, record
+from rekindle.planner.trace.block_graph import record
+from rekindle.planner.types import BlockTrace, TracedOp, TracedValue
 from rekindle.policies import Policy
 from rekindle.regions.selective.decisions import Decision
 from rekindle.regions.selective.planned_ops import policy_of
@@ -28,24 +29,24 @@ CPU = device_named("cpu")
 GAP = 1e-3
 
 
-def random_graph(seed: int, *, ops: int = 8, second: float = 1e-3, results: int = 2) -> Graph:
+def random_graph(seed: int, *, ops: int = 8, second: float = 1e-3, results: int = 2) -> BlockTrace:
     """Ops with one result or more, each from what was made before; some results cannot be made."""
     draw = random.Random(seed)
-    values: list[Value] = []
-    made: list[Op] = []
+    values: list[TracedValue] = []
+    made: list[TracedOp] = []
     for index in range(ops):
         inputs = draw.sample(range(len(values)), min(len(values), draw.randrange(3)))
         outputs = range(len(values), len(values) + draw.randint(1, results))
-        values += [Value(draw.choice([10, 40, 400, 1000]) * 4096, index) for _ in outputs]
+        values += [TracedValue(draw.choice([10, 40, 400, 1000]) * 4096, index) for _ in outputs]
         taken = second * draw.uniform(0.1, 1)
-        made.append(Op(2 * index, f"op {index}", taken, tuple(inputs), tuple(outputs)))
+        made.append(TracedOp(2 * index, f"op {index}", taken, tuple(inputs), tuple(outputs)))
         if draw.random() < 0.15:
-            values.append(Value(4096, None))
+            values.append(TracedValue(4096, None))
     saved = [v for v in range(len(values)) if draw.random() < 0.6]
-    return Graph(tuple(made), tuple(values), frozenset(saved))
+    return BlockTrace(tuple(made), tuple(values), frozenset(saved))
 
 
-def replayed(graph: Graph, kept: Iterable[int]) -> set[int]:
+def replayed(graph: BlockTrace, kept: Iterable[int]) -> set[int]:
     """The ops, by index, that run again where some, by number, keep their results."""
     stays = {index for index, op in enumerate(graph.ops) if op.number in set(kept)}
     needed = list(graph.saved)
@@ -58,7 +59,7 @@ def replayed(graph: Graph, kept: Iterable[int]) -> set[int]:
     return again
 
 
-def held(graph: Graph, kept: Iterable[int]) -> int:
+def held(graph: BlockTrace, kept: Iterable[int]) -> int:
     """Bytes of what is kept and of use: saved, or given to an op that runs again."""
     kept = set(kept)
     given = {v for index in replayed(graph, kept) for v in graph.ops[index].inputs}
@@ -71,11 +72,11 @@ def held(graph: Graph, kept: Iterable[int]) -> int:
     )
 
 
-def seconds(graph: Graph, kept: Iterable[int]) -> float:
+def seconds(graph: BlockTrace, kept: Iterable[int]) -> float:
     return sum(graph.ops[index].seconds for index in replayed(graph, kept))
 
 
-def least_seconds(graph: Graph, nbytes: int) -> float:
+def least_seconds(graph: BlockTrace, nbytes: int) -> float:
     numbers = [op.number for op in graph.ops]
     subsets = itertools.chain.from_iterable(
         itertools.combinations(numbers, count) for count in range(len(numbers) + 1)
@@ -83,7 +84,7 @@ def least_seconds(graph: Graph, nbytes: int) -> float:
     return min(seconds(graph, kept) for kept in subsets if held(graph, kept) <= nbytes)
 
 
-def saved_bytes(graph: Graph) -> int:
+def saved_bytes(graph: BlockTrace) -> int:
     return sum(graph.values[v].nbytes for v in graph.saved)
 
 
@@ -140,25 +141,25 @@ def test_without_room_nothing_that_takes_any_is_kept(seed: int) -> None:
 
 
 def test_what_cannot_be_made_again_does_not_count() -> None:
-    ops = (Op(0, "first", 1.0, (), (0,)), Op(1, "second", 1.0, (1,), (2,)))
-    values = (Value(100, 0), Value(10**9, None), Value(100, 1))
-    graph = Graph(ops, values, frozenset({0, 1, 2}))
+    ops = (TracedOp(0, "first", 1.0, (), (0,)), TracedOp(1, "second", 1.0, (1,), (2,)))
+    values = (TracedValue(100, 0), TracedValue(10**9, None), TracedValue(100, 1))
+    graph = BlockTrace(ops, values, frozenset({0, 1, 2}))
     assert best_to_keep(graph, 200) == frozenset({0, 1})
 
 
 def test_a_small_value_that_much_is_made_from_is_kept_though_nobody_saves_it() -> None:
     """A chain whose waist is kept: its op is slow, and what follows is quick to make from it."""
     ops = (
-        Op(0, "slow", 1.0, (), (0,)),
-        Op(1, "wide", 0.001, (0,), (1,)),
-        Op(2, "wide too", 0.001, (0,), (2,)),
+        TracedOp(0, "slow", 1.0, (), (0,)),
+        TracedOp(1, "wide", 0.001, (0,), (1,)),
+        TracedOp(2, "wide too", 0.001, (0,), (2,)),
     )
-    values = (Value(10, 0), Value(1000, 1), Value(1000, 2))
-    assert best_to_keep(Graph(ops, values, frozenset({1, 2})), 10) == frozenset({0})
+    values = (TracedValue(10, 0), TracedValue(1000, 1), TracedValue(1000, 2))
+    assert best_to_keep(BlockTrace(ops, values, frozenset({1, 2})), 10) == frozenset({0})
 
 
 def test_a_graph_that_saves_nothing_keeps_nothing() -> None:
-    graph = Graph((Op(0, "op", 1.0, (), (0,)),), (Value(8, 0),), frozenset())
+    graph = BlockTrace((TracedOp(0, "op", 1.0, (), (0,)),), (TracedValue(8, 0),), frozenset())
     assert all(not held(graph, kept) for kept in keep_sets(graph))
 
 
@@ -197,7 +198,7 @@ def step(block: nn.Module, x: Tensor) -> list[Tensor | None]:
     return [given.grad, *(p.grad for p in block.parameters())]
 
 
-def graph_of(block: nn.Module, x: Tensor) -> Graph:
+def graph_of(block: nn.Module, x: Tensor) -> BlockTrace:
     given = x.detach().requires_grad_()
     return record(lambda: block(given), CPU)
 
@@ -249,7 +250,7 @@ def test_a_real_block_replays_what_its_graph_says_and_views(build: object) -> No
         assert needed <= counts.ops_replayed <= needed + views + _views(graph)
 
 
-def _views(graph: Graph) -> int:
+def _views(graph: BlockTrace) -> int:
     """Ops that are in no graph: numbers that are missing."""
     return max(op.number for op in graph.ops) + 1 - len(graph.ops)
 

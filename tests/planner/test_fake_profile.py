@@ -21,10 +21,10 @@ from rekindle.modules.forward import forward_of
 from rekindle.planner.devices import DEVICES, Device, Efficiency, OpClock, device_named, device_of
 from rekindle.planner.measure.measured_step import try_out
 from rekindle.planner.plan_for_budget import plain_prediction
-from rekindle.planner.trace.block_graph import Graph
 from rekindle.planner.trace.fake_tensors import faked
 from rekindle.planner.training_step import Step
-from rekindle.planner.types import Option
+from rekindle.planner.types import BlockTrace, Candidate
+from rekindle.strategy import Keep, NumberedOps, Recompute, Selective
 from tests.planner.test_fit import CASES, Case, step, unchanged
 from tests.toys import Block, Stack, same_bits
 
@@ -120,7 +120,7 @@ EVERY = {
 every_case = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 
 
-def every_third(graph: Graph) -> list[frozenset[int]]:
+def every_third(graph: BlockTrace) -> list[frozenset[int]]:
     """Sets to keep that depend on no time, of what backward needs: the rest goes when it may."""
     needed = [op.number for op in graph.ops if graph.saved.issuperset(op.outputs)]
     return [frozenset(needed[start::3]) for start in range(3)]
@@ -152,11 +152,11 @@ def without_times(profile: rekindle.Profile) -> list[Any]:
     """All there is of a profile but times, in pieces that are easily told apart."""
     return [
         replace(profile, rest_seconds=0.0, planning_peak=None, blocks=()),
-        *(replace(block, options=()) for block in profile.blocks),
+        *(replace(block, candidates=()) for block in profile.blocks),
         *(
             replace(option, forward_seconds=0.0, backward_seconds=0.0, seconds_noise=0.0)
             for block in profile.blocks
-            for option in block.options
+            for option in block.candidates
         ),
     ]
 
@@ -168,7 +168,7 @@ def test_all_but_times_is_as_measured(case: Callable[[], Case]) -> None:
     measured = rekindle.profile(model, batch)
     imagined = rekindle.profile(model, batch, device="meta", like="cpu")
     assert without_times(imagined) == without_times(measured)
-    assert len(imagined.blocks[0].options) >= 4
+    assert len(imagined.blocks[0].candidates) >= 4
 
 
 @every_case
@@ -332,9 +332,9 @@ def test_what_is_picked_from_a_large_table_counts_and_not_the_table() -> None:
 
 def test_a_replay_takes_as_long_as_the_ops_that_run_again() -> None:
     x = torch.randn(64, 16, requires_grad=True)
-    found = rekindle.profile(Stack(3, 16), x, device="meta", like="cpu").blocks[0].options
-    keep = next(option for option in found if option.fate == "keep")
-    again = next(option for option in found if option.fate == "recompute")
+    found = rekindle.profile(Stack(3, 16), x, device="meta", like="cpu").blocks[0].candidates
+    keep = next(option for option in found if option.strategy == Keep())
+    again = next(option for option in found if option.strategy == Recompute())
     assert keep.forward_seconds == again.forward_seconds
     least = DEVICES["cpu"].launch
     assert again.backward_seconds - keep.backward_seconds > 3 * least
@@ -358,7 +358,7 @@ def test_a_device_with_a_link_has_options_that_offload() -> None:
     model, batch = that_learns()
     profile = rekindle.profile(model, batch, device="meta", like="H100")
     assert profile.bytes_per_second == 64e9 * 0.85
-    moved = [option for option in profile.blocks[0].options if option.offloaded]
+    moved = [option for option in profile.blocks[0].candidates if option.tier]
     assert moved
     assert all(option.bytes_moved > 0 for option in moved)
 
@@ -367,7 +367,7 @@ def test_a_device_without_a_link_has_none() -> None:
     model, batch = that_learns()
     profile = rekindle.profile(model, batch, device="meta", like="cpu")
     assert profile.bytes_per_second == 0.0
-    assert not any(option.offloaded for option in profile.blocks[0].options)
+    assert not any(option.tier for option in profile.blocks[0].candidates)
 
 
 @pytest.mark.filterwarnings("ignore:The plan no longer matches")  # a CPU has another dropout
@@ -396,7 +396,7 @@ def test_a_device_may_be_described() -> None:
     model, batch = that_learns()
     profile = rekindle.profile(model, batch, device="meta", like=mine)
     assert profile.device == "mine"
-    assert profile.blocks[0].options[0].seconds > 0.01
+    assert profile.blocks[0].candidates[0].seconds > 0.01
 
 
 ON_A_GPU = {
@@ -447,8 +447,8 @@ def test_dropout_and_attention_with_dropout_are_as_on_a_gpu(dtype: torch.dtype) 
 def test_blocks_with_dropout_are_replayed_as_on_a_gpu() -> None:
     model = nn.Sequential(*(Dropping() for _ in range(2)))
     profile = rekindle.profile(model, torch.randn(2, 4, 16, 8), device="meta", like="H100")
-    keep = profile.blocks[0].options[0]
-    assert keep.fate == "keep"
+    keep = profile.blocks[0].candidates[0]
+    assert keep.strategy == Keep()
     # Results of the product, attention, and dropout; attention's statistics and seed; the mask.
     size, statistics, seed, mask = 4 * 1024, 4 * 2 * 4 * 32, 2 * 8, 1024
     assert keep.bytes_held == 3 * size + statistics + seed + mask
@@ -523,7 +523,7 @@ def test_layers_that_fit_nowhere_here_are_profiled() -> None:
     buffers = sum(b.nbytes for b in model.buffers())
     assert weights > 3 * 2**30
     assert profile.static_bytes == 4 * weights + buffers + batch.nbytes
-    keep = profile.blocks[0].options[0]
+    keep = profile.blocks[0].candidates[0]
     assert keep.bytes_held > 3 * 2**30
     assert rekindle.solve(profile, "50%").predicted_peak < plain_prediction(profile).peak
 
@@ -547,7 +547,9 @@ def test_a_measured_profile_gives_its_blocks_and_times() -> None:
     model, batch = that_learns()
     like = measured_elsewhere(model, batch)
     found = rekindle.profile(model.to("meta"), batch, device="meta", like=like)
-    assert [block.options for block in found.blocks] == [block.options for block in like.blocks]
+    assert [block.candidates for block in found.blocks] == [
+        block.candidates for block in like.blocks
+    ]
     assert (found.device, found.bytes_per_second, found.rest_seconds) == ("NVIDIA H200", 5e10, 0.25)
     assert (found.order, found.static_bytes, found.rest_peak) == (
         like.order,
@@ -681,7 +683,11 @@ SAVED = rekindle.Profile(
         rekindle.planner.types.BlockProfile(
             "Block",
             "Block()",
-            (Option("keep"), Option("recompute"), Option("select", (1, 3), (5,), 40, 20, 0.1)),
+            (
+                Candidate(Keep()),
+                Candidate(Recompute()),
+                Candidate(Selective(NumberedOps((1, 3), (5,))), 40, 20, 0.1),
+            ),
         ),
     ),
     order=(("blocks.0", 0), ("blocks.1", 0)),

@@ -20,6 +20,7 @@ from rekindle.planner import profile_model
 from rekindle.planner.plan_for_budget import plan_by
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import Profile
+from rekindle.strategy import Keep, Recompute, SavedIndices, Selective
 from tests.toys import Block, Mlp, Stack, gradients, same_bits
 
 pytest.importorskip("scipy")
@@ -257,7 +258,7 @@ def test_any_plan_gives_the_gradients_of_a_plain_step(
 ) -> None:
     profile = profile_of(case)
     options = [
-        data.draw(st.sampled_from(profile.options(i)), label=path)
+        data.draw(st.sampled_from(profile.candidates(i)), label=path)
         for i, (path, _) in enumerate(profile.order)
     ]
     plan = plan_by(profile, 0, options, simulate(profile, options), 0.0)
@@ -415,7 +416,7 @@ def test_to_keep_all_is_never_more_than_the_whole_peak() -> None:
     for case in (sequential, by_keywords, two_kinds):
         model, batch = case()
         plan = rekindle.fit(model, batch, "100%")
-        assert {option.fate for _, _, option in plan.blocks} <= {"keep", "select"}
+        assert {type(option.strategy) for _, _, option in plan.blocks} <= {Keep, Selective}
 
 
 def test_a_tight_budget_takes_less_memory_than_a_plain_step() -> None:
@@ -477,9 +478,11 @@ def test_what_is_no_profile_is_refused() -> None:
 def test_what_one_op_gives_back_is_an_option_and_holds_exactly_that_much_less() -> None:
     model = nn.Sequential(*[Mlp(16, 64) for _ in range(2)])
     (block,) = rekindle.profile(model, torch.randn(32, 16, requires_grad=True)).blocks
-    keep = next(option for option in block.options if option.fate == "keep")
-    derive = next(option for option in block.options if option.fate == "derive")
-    assert derive.derived_names == ("gelu",)
+    keep = next(option for option in block.candidates if option.strategy == Keep())
+    derive = next(
+        option for option in block.candidates if isinstance(option.strategy, SavedIndices)
+    )
+    assert derive.recomputed_names == ("gelu",)
     assert keep.bytes_held - derive.bytes_held == 32 * 64 * 4
 
 
@@ -504,8 +507,11 @@ def test_a_model_that_has_fates_is_measured_without_them() -> None:
         again = rekindle.profile(model, batch)
     assert again.static_bytes == plain.static_bytes
     assert again.rest_peak == plain.rest_peak
-    for fate in ("keep", "recompute"):
-        held = [next(o.bytes_held for o in p.options(0) if o.fate == fate) for p in (plain, again)]
+    for strategy in (Keep(), Recompute()):
+        held = [
+            next(o.bytes_held for o in p.candidates(0) if o.strategy == strategy)
+            for p in (plain, again)
+        ]
         assert held[0] == held[1]
 
 
@@ -566,7 +572,11 @@ def test_autocast_inside_a_step_halves_what_is_held() -> None:
             return model(x).float().square().mean()  # type: ignore[no-any-return]
 
     held = [
-        next(o.bytes_held for o in rekindle.profile(model, batch).options(3) if o.fate == "keep")
+        next(
+            o.bytes_held
+            for o in rekindle.profile(model, batch).candidates(3)
+            if o.strategy == Keep()
+        )
         for batch in (x, loss)
     ]
     assert held[1] <= 0.7 * held[0]

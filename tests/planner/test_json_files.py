@@ -14,7 +14,7 @@ import torch
 import rekindle
 from rekindle.planner import json_files, json_schema
 from rekindle.planner.plan_for_budget import BudgetError, plain_prediction
-from rekindle.planner.types import BlockProfile, Nearby, Option
+from rekindle.planner.types import BlockProfile, Candidate, Nearby
 from tests.toys import Stack, gradients, same_bits
 
 DATA = Path(__file__).parents[1] / "data"
@@ -126,7 +126,7 @@ def test_a_damaged_file_is_refused_by_the_place_or_is_whole(
     path = tmp_path / "damaged.json"
     good = whole(kind, tmp_path)
     for block in good["blocks"] if kind == "profile" else ():
-        block["options"] = [*block["options"][:2], block["options"][-1]]
+        block["candidates"] = [*block["candidates"][:2], block["candidates"][-1]]
     text = [""]
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: text[0])  # disks are slow
     refused: list[str] = []
@@ -162,21 +162,26 @@ def test_an_error_names_the_place_what_is_expected_and_what_is_found(
         assert f": {short(place)}" in str(error.value)
 
 
-FIRST: Place = ("blocks", 0, "options", 0)
-MOVES: Place = ("blocks", 0, "options", 6)
+FIRST: Place = ("blocks", 0, "candidates", 0)
+MOVES: Place = ("blocks", 0, "candidates", 6)
 CASES: list[tuple[str, Place, Any, str]] = [
     ("profile", ("order", 1, 1), 7, r"order\[1\]: is block 7 of 2"),
     ("profile", ("order",), [], "order: should name a block"),
     ("profile", ("between",), [1], "between: should have 3 numbers"),
     ("profile", ("passed",), [0] * 4, "passed: should have 3 numbers"),
-    ("profile", ("bytes_per_second",), 0.0, r"blocks\[0\].options\[5\].bytes_moved: cannot be"),
-    ("profile", FIRST[:3], [], r"blocks\[0\].options: should have one that is to keep, but 0 are"),
-    ("profile", (*FIRST, "fate"), "recompute", "one that is to keep, but 0 are"),
-    ("profile", (*FIRST, "bytes_held"), -1, r"options\[0\].bytes_held should be a whole number"),
-    ("profile", (*FIRST, "bytes_moved"), 1, "bytes_moved: should be 0 where the fate is keep"),
-    ("profile", (*FIRST, "kept"), [1], "empty where the fate is keep"),
-    ("profile", (*MOVES, "offloaded"), [7, 5], r"numbers should go up, but are \[7, 5\]"),
-    ("profile", (*MOVES, "derived"), [7], "has 7, which is offloaded"),
+    ("profile", ("bytes_per_second",), 0.0, r"blocks\[0\].candidates\[5\].bytes_moved: cannot be"),
+    (
+        "profile",
+        FIRST[:3],
+        [],
+        r"candidates: should have one that is to keep, but 0 are",
+    ),
+    ("profile", (*FIRST, "strategy"), {"strategy": "recompute"}, "one that is to keep, but 0 are"),
+    ("profile", (*FIRST, "bytes_held"), -1, r"candidates\[0\].bytes_held should be a whole number"),
+    ("profile", (*FIRST, "bytes_moved"), 1, "bytes_moved: should be 0 where the strategy is Keep"),
+    ("profile", (*FIRST, "strategy", "kept"), [1], r"strategy\.kept should be no field"),
+    ("profile", (*MOVES, "strategy", "offloaded"), [7, 5], "should go up, but is"),
+    ("profile", (*MOVES, "strategy", "recomputed"), [7], "has 7, which is in offloaded"),
     ("profile", (*MOVES, "largest_moved"), 2**60, "more than is moved"),
     ("profile", ("unused",), ["a", "a"], r"unused\[1\]: names 'a' a second time"),
     ("profile", ("unused",), ["blocks.0"], r"unused\[0\]: names 'blocks.0' a second time"),
@@ -279,7 +284,7 @@ def test_an_older_file_may_lack_fields_that_have_a_default(tmp_path: Path) -> No
         rekindle.Plan.load(tmp_path / "less.json")
 
 
-@pytest.mark.parametrize("kind", [Option, BlockProfile, rekindle.Profile, rekindle.Plan, Nearby])
+@pytest.mark.parametrize("kind", [Candidate, BlockProfile, rekindle.Profile, rekindle.Plan, Nearby])
 def test_the_schema_knows_the_type_of_every_field(kind: type) -> None:
     for name, (hint, _) in json_schema._fields(kind).items():
         with pytest.raises(ValueError, match=f"^{name}"):

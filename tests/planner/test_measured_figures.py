@@ -11,6 +11,7 @@ import torch
 import rekindle
 from rekindle.planner import fit as fitting
 from rekindle.planner.measure.measured_step import Trial
+from rekindle.strategy import Recompute, Selective
 from tests.toys import Stack
 
 pytest.importorskip("scipy")
@@ -42,7 +43,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], tuple[rekindl
 
 
 def goes_op_by_op(plan: rekindle.Plan) -> bool:
-    return any(option.fate == "select" for _, _, option in plan.blocks)
+    return any(isinstance(option.strategy, Selective) for _, _, option in plan.blocks)
 
 
 @cache
@@ -52,9 +53,9 @@ def profile_that_selects() -> rekindle.Profile:
     blocks = [
         replace(
             block,
-            options=tuple(
-                replace(o, backward_seconds=1.0) if o.fate == "recompute" else o
-                for o in block.options
+            candidates=tuple(
+                replace(o, backward_seconds=1.0) if o.strategy == Recompute() else o
+                for o in block.candidates
             ),
         )
         for block in profile.blocks

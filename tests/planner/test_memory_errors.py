@@ -8,14 +8,15 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle.planner import runtime
-from rekindle.planner.types import Option
+from rekindle.planner.types import Candidate
 from rekindle.sizes import format_bytes
+from rekindle.strategy import Keep, NumberedOps, Recompute, Selective
 from tests.planner.test_plan import plan_of
 from tests.toys import Mlp, Stack
 
-KEEP = Option("keep")
-DROP = Option("recompute")
-SOME = Option("select")
+KEEP = Candidate(Keep())
+DROP = Candidate(Recompute())
+SOME = Candidate(Selective(NumberedOps()))
 WAYS = {"keep": KEEP, "recompute": DROP, "select": SOME}
 every_way = pytest.mark.parametrize("option", WAYS.values(), ids=WAYS)
 every_replay = pytest.mark.parametrize("option", [DROP, SOME], ids=["recompute", "select"])
@@ -47,7 +48,7 @@ class Filling(Mlp):
         return full.sin()
 
 
-def planned(option: Option, **more: Any) -> Stack:
+def planned(option: Candidate, **more: Any) -> Stack:
     model = Stack(3)
     model.blocks[1].mlp = Filling()
     rekindle.apply(model, plan_of(option, option, option, **more))
@@ -76,7 +77,7 @@ FORESEEN = "rekindle: the plan foresaw a peak of 2 MiB, within a budget of 3 MiB
 
 
 @every_way
-def test_an_error_in_forward_names_what_was_foreseen(option: Option) -> None:
+def test_an_error_in_forward_names_what_was_foreseen(option: Candidate) -> None:
     (note,) = notes(failed(planned(option), "forward"))
     assert note.startswith(FORESEEN)
 

@@ -12,6 +12,7 @@ from rekindle.module_attachment import attached
 from rekindle.modules.forward import forward_of
 from rekindle.planner import fit
 from rekindle.planner.measure.measured_step import Trial
+from rekindle.strategy import Keep
 from tests.planner.test_fit import unchanged
 from tests.toys import Block, Stack, same_bits
 
@@ -39,7 +40,7 @@ def test_a_model_that_fits_without_a_plan_gets_none(budget: str) -> None:
     assert state_of(model) == before
     assert all(forward_of(module) is None for module in model.modules())
     assert plan.keeps_all
-    assert {option.fate for _, _, option in plan.blocks} == {"keep"}
+    assert {option.strategy for _, _, option in plan.blocks} == {Keep()}
     assert rekindle.plan_of(model) is plan
     with rekindle.observe() as seen:
         mean(model(x)).backward()

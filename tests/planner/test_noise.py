@@ -11,7 +11,16 @@ import rekindle
 from rekindle.planner import profile_model
 from rekindle.planner.candidates import undominated
 from rekindle.planner.measure.timing import DeviceClock
-from rekindle.planner.types import Option
+from rekindle.planner.types import Candidate
+from rekindle.strategy import (
+    Keep,
+    NumberedOps,
+    Recompute,
+    SavedIndices,
+    Selective,
+    Strategy,
+    TierName,
+)
 from tests.toys import Stack
 
 pytest.importorskip("scipy")
@@ -19,40 +28,47 @@ pytest.importorskip("scipy")
 from rekindle.planner.solve.solver import smallest
 
 
-def sizes(option: Option) -> tuple[int, ...]:
-    least_held = option.bytes_held - option.input_let_go
+def sizes(option: Candidate) -> tuple[int, ...]:
+    least_held = option.bytes_held - option.input_freed
     moved = option.bytes_moved, option.largest_moved
     return option.bytes_held, least_held, *moved, option.forward_peak, option.backward_peak
 
 
-def kind(option: Option) -> tuple[Any, ...]:
-    return option.fate, option.bytes_moved > 0, option.tier
+def kind(option: Candidate) -> tuple[Any, ...]:
+    return type(option.strategy), option.bytes_moved > 0, option.tier
 
 
-def needs_no_more(one: Option, other: Option) -> bool:
+def needs_no_more(one: Candidate, other: Candidate) -> bool:
     return kind(one) == kind(other) and all(map(int.__le__, sizes(one), sizes(other)))
 
 
-def random_menu(draw: random.Random) -> list[Option]:
-    menu = [Option("keep", bytes_held=9), Option("recompute", bytes_held=1)]
+def _strategy(draw: random.Random, number: int, moved: int) -> Strategy:
+    """One of two kinds; what is moved goes to one of two tiers."""
+    tier: TierName = draw.choice(["host", "disk"]) if moved else "host"  # type: ignore[arg-type]
+    away = (99,) if moved else ()
+    if draw.random() < 0.5:
+        return SavedIndices((number,), away, tier)
+    return Selective(NumberedOps((number,), away, tier))
+
+
+def random_menu(draw: random.Random) -> list[Candidate]:
+    menu = [Candidate(Keep(), bytes_held=9), Candidate(Recompute(), bytes_held=1)]
     for number in range(20):
         moved = draw.choice([0, 0, 3, 4])
         menu.append(
-            Option(
-                draw.choice(["derive", "select"]),
-                (number,),
+            Candidate(
+                _strategy(draw, number, moved),
                 bytes_held=draw.randrange(2, 6),
                 bytes_moved=moved,
                 largest_moved=min(moved, 3),
                 forward_peak=draw.randrange(2),
                 backward_peak=draw.randrange(3),
-                tier=draw.choice(["host", "disk"]) if moved else "host",  # type: ignore[arg-type]
             )
         )
     return menu
 
 
-def noisy(menu: list[Option], draw: random.Random) -> list[Option]:
+def noisy(menu: list[Candidate], draw: random.Random) -> list[Candidate]:
     return [
         replace(
             option,
@@ -74,18 +90,32 @@ def test_whatever_the_clock_said_an_option_is_left_that_needs_no_more_memory(see
             assert any(needs_no_more(one, option) for one in left)
 
 
-SMALL = Option("select", (0,), bytes_held=5, forward_seconds=1.0, backward_seconds=1.0)
+SMALL = Candidate(
+    Selective(NumberedOps((0,))), bytes_held=5, forward_seconds=1.0, backward_seconds=1.0
+)
+
+
+OTHER = replace(SMALL, strategy=Selective(NumberedOps((1,))))
+MOVED = {"bytes_moved": 1, "largest_moved": 1}
 
 
 def test_an_option_with_more_bytes_that_is_slower_beyond_noise_is_pruned() -> None:
-    worse = replace(SMALL, kept=(1,), bytes_held=6, backward_seconds=1.5)
+    worse = replace(
+        SMALL, strategy=Selective(NumberedOps((1,))), bytes_held=6, backward_seconds=1.5
+    )
     assert undominated([SMALL, worse]) == [SMALL]
 
 
 def test_an_option_with_more_bytes_that_is_slower_within_noise_stays() -> None:
     menu = [
         replace(SMALL, seconds_noise=0.3),
-        replace(SMALL, kept=(1,), bytes_held=6, backward_seconds=1.5, seconds_noise=0.3),
+        replace(
+            SMALL,
+            strategy=Selective(NumberedOps((1,))),
+            bytes_held=6,
+            backward_seconds=1.5,
+            seconds_noise=0.3,
+        ),
     ]
     assert undominated(menu) == menu
 
@@ -93,11 +123,11 @@ def test_an_option_with_more_bytes_that_is_slower_within_noise_stays() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"fate": "derive"},
-        {"bytes_moved": 1, "largest_moved": 1},
-        {"bytes_moved": 1, "largest_moved": 1, "tier": "disk"},
+        {"strategy": SavedIndices((0,))},
+        {**MOVED, "strategy": Selective(NumberedOps(offloaded=(0,)))},
+        {**MOVED, "strategy": Selective(NumberedOps(offloaded=(0,), tier="disk"))},
     ],
-    ids=["another fate", "moves something", "another tier"],
+    ids=["another strategy", "moves something", "another tier"],
 )
 def test_an_option_is_not_pruned_for_one_of_another_kind(change: dict[str, Any]) -> None:
     menu = [SMALL, replace(SMALL, bytes_held=6, backward_seconds=9.0, **change)]
@@ -105,8 +135,8 @@ def test_an_option_is_not_pruned_for_one_of_another_kind(change: dict[str, Any])
 
 
 def test_of_options_with_the_same_bytes_the_fastest_stays() -> None:
-    fast = replace(SMALL, kept=(2,), backward_seconds=0.9)
-    slow = replace(SMALL, kept=(1,), seconds_noise=5.0)
+    fast = replace(SMALL, strategy=Selective(NumberedOps((2,))), backward_seconds=0.9)
+    slow = replace(OTHER, seconds_noise=5.0)
     assert undominated([SMALL, fast, slow]) == [fast]
 
 
@@ -143,7 +173,7 @@ def test_which_results_may_be_kept_does_not_depend_on_the_clock(
 ) -> None:
     monkeypatch.setattr("rekindle.planner.ranks.joint_candidates.undominated", list)
     menus = {
-        tuple((option.fate, option.kept, option.derived) for option in profile.blocks[0].options)
+        tuple(option.strategy for option in profile.blocks[0].candidates)
         for profile in (measured(seed, monkeypatch) for seed in range(3))
     }
     assert len(menus) == 1

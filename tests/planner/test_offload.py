@@ -9,29 +9,45 @@ import torch
 import rekindle
 from benchmarks.decoder import Decoder, Shape
 from rekindle.planner.candidate_to_strategy import what_of
-from rekindle.planner.candidates import deriving, offloading
-from rekindle.planner.trace.block_graph import Graph, Op, Value
-from rekindle.planner.types import Option
+from rekindle.planner.candidates import offloading, recomputing_saved, with_names
+from rekindle.planner.types import BlockTrace, Candidate, TracedOp, TracedValue
 from rekindle.regions.selective.decisions import Decision
 from rekindle.regions.selective.planned_ops import NumberedOpsPolicy
-from rekindle.report.op_words import named
-from rekindle.strategy import SavedIndices
+from rekindle.strategy import NumberedOps, SavedIndices, Selective
 
 pytest.importorskip("scipy")
 
-GRAPH = Graph(
-    ops=tuple(Op(number, f"op {number}", 0.0, (), (i,)) for i, number in enumerate((2, 5, 7, 9))),
-    values=(Value(10, 0), Value(40, 1), Value(20, 2), Value(80, 3, changes=True)),
+
+def parts(option: Candidate) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What a candidate keeps (or makes again, of saved tensors), and what it moves, by number."""
+    match option.strategy:
+        case SavedIndices(recomputed=one, offloaded=other):
+            return one, other
+        case Selective(policy=NumberedOps(kept=one, offloaded=other)):
+            return one, other
+    raise TypeError(option.strategy)
+
+
+GRAPH = BlockTrace(
+    ops=tuple(
+        TracedOp(number, f"op {number}", 0.0, (), (i,)) for i, number in enumerate((2, 5, 7, 9))
+    ),
+    values=(
+        TracedValue(10, 0),
+        TracedValue(40, 1),
+        TracedValue(20, 2),
+        TracedValue(80, 3, changes=True),
+    ),
     saved=frozenset({0, 1, 2, 3}),
 )
-KEPT = Option("select", (2, 5, 7, 9), (), 200, 0, 1.0, 2.0, 300, 50)
+KEPT = Candidate(Selective(NumberedOps((2, 5, 7, 9))), 200, 0, 1.0, 2.0, 300, 50)
 
 
 def test_the_largest_results_are_sent_away_first() -> None:
     one, two, three = offloading(KEPT, GRAPH)
-    assert (one.kept, one.offloaded, one.bytes_moved) == ((2, 7, 9), (5,), 40)
-    assert (two.kept, two.offloaded, two.bytes_moved) == ((2, 9), (5, 7), 60)
-    assert (three.kept, three.offloaded, three.bytes_moved) == ((9,), (2, 5, 7), 70)
+    assert (*parts(one), one.bytes_moved) == ((2, 7, 9), (5,), 40)
+    assert (*parts(two), two.bytes_moved) == ((2, 9), (5, 7), 60)
+    assert (*parts(three), three.bytes_moved) == ((9,), (2, 5, 7), 70)
 
 
 def test_what_is_moved_is_not_held_and_comes_on_top_in_backward() -> None:
@@ -44,37 +60,37 @@ def test_what_is_moved_is_not_held_and_comes_on_top_in_backward() -> None:
 def test_what_backward_does_not_need_is_not_moved() -> None:
     graph = replace(GRAPH, saved=frozenset({0}))
     (only,) = offloading(KEPT, graph)
-    assert only.offloaded == (2,)
+    assert parts(only)[1] == (2,)
 
 
 def test_of_many_results_the_largest_are_tried_one_by_one_and_then_all() -> None:
-    ops = tuple(Op(i, "", 0.0, (), (i,)) for i in range(20))
-    graph = Graph(ops, tuple(Value(100 - i, i) for i in range(20)), frozenset(range(20)))
-    found = offloading(replace(KEPT, kept=tuple(range(20))), graph)
-    assert [len(option.offloaded) for option in found] == [1, 2, 3, 4, 5, 6, 20]
+    ops = tuple(TracedOp(i, "", 0.0, (), (i,)) for i in range(20))
+    graph = BlockTrace(ops, tuple(TracedValue(100 - i, i) for i in range(20)), frozenset(range(20)))
+    found = offloading(replace(KEPT, strategy=Selective(NumberedOps(tuple(range(20))))), graph)
+    assert [len(parts(option)[1]) for option in found] == [1, 2, 3, 4, 5, 6, 20]
 
 
-SAVES = replace(GRAPH, saves=(1, None, 0, 1, 2, 3))
+SAVES = replace(GRAPH, saved_tensors=(1, None, 0, 1, 2, 3))
 """The second value is saved twice, and something from outside."""
 
 
 def test_by_what_is_saved_a_result_goes_wherever_it_is_saved() -> None:
-    one, two, three = offloading(Option("derive", bytes_held=200), SAVES)
-    assert (one.offloaded, one.bytes_moved, one.largest_moved) == ((0, 3), 40, 40)
-    assert (two.offloaded, two.bytes_moved, two.largest_moved) == ((0, 3, 4), 60, 40)
-    assert (three.offloaded, three.bytes_moved) == ((0, 2, 3, 4), 70)
+    one, two, three = offloading(Candidate(SavedIndices(), bytes_held=200), SAVES)
+    assert (parts(one)[1], one.bytes_moved, one.largest_moved) == ((0, 3), 40, 40)
+    assert (parts(two)[1], two.bytes_moved, two.largest_moved) == ((0, 3, 4), 60, 40)
+    assert (parts(three)[1], three.bytes_moved) == ((0, 2, 3, 4), 70)
 
 
 def test_what_is_derived_is_not_moved() -> None:
-    found = offloading(Option("derive", derived=(2, 4)), SAVES)
-    assert [option.offloaded for option in found] == [(0, 3)]
-    assert found[0].derived == (2, 4)
+    found = offloading(Candidate(SavedIndices((2, 4))), SAVES)
+    assert [parts(option)[1] for option in found] == [(0, 3)]
+    assert parts(found[0])[0] == (2, 4)
 
 
 def test_each_result_that_moves_takes_the_host_its_time() -> None:
-    whole = Option("derive", forward_host=1.0, backward_host=2.0)
+    whole = Candidate(SavedIndices(), forward_host_seconds=1.0, backward_host_seconds=2.0)
     found = offloading(whole, SAVES, (0.25, 0.5))
-    assert [(o.forward_host, o.backward_host) for o in found] == [
+    assert [(o.forward_host_seconds, o.backward_host_seconds) for o in found] == [
         (1.25, 2.5),
         (1.5, 3.0),
         (1.75, 3.5),
@@ -82,29 +98,29 @@ def test_each_result_that_moves_takes_the_host_its_time() -> None:
 
 
 def test_all_that_can_be_derived_is_an_option_and_the_large_ones_alone() -> None:
-    large, whole = deriving((0, 2, 3, 4), SAVES)
-    assert (large.fate, large.derived) == ("derive", (0, 3, 4))  # 40 and 20, not 10
-    assert whole.derived == (0, 2, 3, 4)
-    assert [option.derived for option in deriving((0, 3), SAVES)] == [(0, 3)]
-    assert deriving((), SAVES) == []
+    large, whole = recomputing_saved((0, 2, 3, 4), SAVES)
+    assert parts(large) == ((0, 3, 4), ())  # 40 and 20, not 10
+    assert parts(whole)[0] == (0, 2, 3, 4)
+    assert [parts(option)[0] for option in recomputing_saved((0, 3), SAVES)] == [(0, 3)]
+    assert recomputing_saved((), SAVES) == []
 
 
 def test_an_option_by_what_is_saved_is_carried_out_so() -> None:
-    option = Option("derive", derived=(2, 4), offloaded=(0, 3))
-    assert what_of(option) == SavedIndices((2, 4), (0, 3))
+    option = Candidate(SavedIndices((2, 4), (0, 3)))
+    assert what_of(option.strategy) == SavedIndices((2, 4), (0, 3))
 
 
 def test_names_are_those_of_the_ops_that_made_what_is_saved() -> None:
-    option = named(Option("derive", derived=(2, 4), offloaded=(0, 3)), SAVES)
-    assert (option.derived_names, option.offloaded_names) == (("op 7", "op 2"), ("op 5",))
+    option = with_names(Candidate(SavedIndices((2, 4), (0, 3))), SAVES)
+    assert (option.recomputed_names, option.offloaded_names) == (("op 7", "op 2"), ("op 5",))
     assert option.describe() == (
         "recompute 2 results (op 7, op 2), offload 1 result (op 5), keep the rest"
     )
-    assert Option("derive").describe() == "keep all"
+    assert Candidate(SavedIndices()).describe() == "keep all"
 
 
 def test_an_option_is_carried_out_by_the_numbers_of_its_ops() -> None:
-    policy = what_of(replace(KEPT, kept=(2,), offloaded=(5,)))
+    policy = what_of(Selective(NumberedOps((2,), (5,))))
     assert isinstance(policy, NumberedOpsPolicy)
     assert policy.by_number == {2: Decision.KEEP, 5: Decision.OFFLOAD_AS_PLANNED}
 
@@ -133,14 +149,18 @@ def test_on_a_gpu_what_is_derived_from_what_is_away_is_the_same(decoder: Decoder
 
     expected = step()
     profile = rekindle.profile(decoder, lambda: decoder(x).sum())
-    both = [o for o in profile.blocks[0].options if o.derived and o.offloaded]
+    both = [
+        o
+        for o in profile.blocks[0].candidates
+        if isinstance(o.strategy, SavedIndices) and all(parts(o))
+    ]
     option = max(both, key=lambda o: o.bytes_moved)
-    rekindle.apply(decoder, what_of(option))
+    rekindle.apply(decoder, what_of(option.strategy))
     for _ in range(4):
         with rekindle.observe() as seen:
             assert all(map(torch.equal, step(), expected))
     assert seen.offload.bytes_out > 0
-    assert seen.total.ops_replayed == 6 * len(option.derived_names)
+    assert seen.total.ops_replayed == 6 * len(option.recomputed_names)
     rekindle.remove(decoder)
 
 

@@ -11,21 +11,23 @@ from torch import nn
 
 import rekindle
 from rekindle.modules import apply_strategies
-from rekindle.planner.trace.block_graph import Graph, Op, Value
-from rekindle.planner.types import Nearby, Option
+from rekindle.planner.candidates import with_names
+from rekindle.planner.types import BlockTrace, Candidate, Nearby, TracedOp, TracedValue
 from rekindle.regions.selective.planned_ops import policy_of
-from rekindle.report.op_words import named
-from rekindle.strategy import NumberedOps
+from rekindle.strategy import Keep, NumberedOps, Recompute, Selective
 from tests.toys import Block, Stack, gradients, same_bits
 
-KEEP = Option("keep", (), (), 100, 0, 0.001, 0.002, 110, 30)
-DROP = Option("recompute", (), (), 10, 0, 0.001, 0.003, 90, 120)
-SOME = Option(
-    "select", (1, 3), (5,), 40, 20, 0.001, 0.0025, 60, 70, ("mm", "attention"), ("layer_norm",)
+KEEP = Candidate(Keep(), 100, 0, 0.001, 0.002, 110, 30)
+DROP = Candidate(Recompute(), 10, 0, 0.001, 0.003, 90, 120)
+SOME = Candidate(
+    Selective(NumberedOps((1, 3), (5,))),
+    *(40, 20, 0.001, 0.0025, 60, 70),
+    kept_names=("mm", "attention"),
+    offloaded_names=("layer_norm",),
 )
 
 
-def plan_of(*options: Option, **more: Any) -> rekindle.Plan:
+def plan_of(*options: Candidate, **more: Any) -> rekindle.Plan:
     values: dict[str, Any] = {
         "model": "Stack",
         "batch": "float32[4, 8]",
@@ -93,7 +95,7 @@ def test_a_saved_plan_is_json_of_numbers_and_text(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.json")
     values = json.loads((tmp_path / "plan.json").read_text())
     assert kinds(values) <= {str, int, float, type(None)}
-    assert (values["schema"], values["version"]) == ("rekindle plan", 5)
+    assert (values["schema"], values["version"]) == ("rekindle plan", 6)
 
 
 def test_a_saved_plan_has_every_field_of_the_plan(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_a_file_that_is_no_plan_at_all_is_refused_by_its_name(text: str, tmp_pat
 
 def test_another_version_is_refused_with_both(tmp_path: Path) -> None:
     path = saved(PLAN, tmp_path, version=1)
-    with pytest.raises(ValueError, match="has version 1, but this rekindle reads 4 to 5"):
+    with pytest.raises(ValueError, match="has version 1, but this rekindle reads 4 to 6"):
         rekindle.Plan.load(path)
 
 
@@ -363,27 +365,29 @@ def test_a_plan_prints_where_no_plan_fits_and_where_more_is_no_faster() -> None:
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (Option("keep"), "keep all"),
-        (Option("recompute"), "recompute all"),
-        (Option("select"), "recompute all"),
-        (Option("select", (1, 2, 3)), "keep 3 results, recompute the rest"),
-        (Option("select", offloaded=(4,)), "offload 1 result, recompute the rest"),
+        (Candidate(Keep()), "keep all"),
+        (Candidate(Recompute()), "recompute all"),
+        (Candidate(Selective(NumberedOps())), "recompute all"),
+        (Candidate(Selective(NumberedOps((1, 2, 3)))), "keep 3 results, recompute the rest"),
+        (Candidate(Selective(NumberedOps(offloaded=(4,)))), "offload 1 result, recompute the rest"),
         (
-            Option("select", tuple(range(9)), kept_names=tuple("abcdefghb")),
+            Candidate(Selective(NumberedOps(tuple(range(9)))), kept_names=tuple("abcdefghb")),
             "keep 9 results (a, b x2, c, d, 4 more), recompute the rest",
         ),
     ],
 )
-def test_an_option_says_what_becomes_of_what(option: Option, words: str) -> None:
+def test_an_option_says_what_becomes_of_what(option: Candidate, words: str) -> None:
     assert option.describe() == words
 
 
 def test_ops_are_named_from_the_largest_result_to_the_smallest() -> None:
     sizes = (10, 40, 20, 30)
     names = ("aten::rsqrt", "aten::mm", "aten::_softmax", "aten::mm")
-    ops = tuple(Op(2 * i, name, 0.0, (), (i,)) for i, name in enumerate(names))
-    graph = Graph(ops, tuple(Value(size, i) for i, size in enumerate(sizes)), frozenset())
-    option = named(Option("select", (0, 2, 4), (6,)), graph)
+    ops = tuple(TracedOp(2 * i, name, 0.0, (), (i,)) for i, name in enumerate(names))
+    graph = BlockTrace(
+        ops, tuple(TracedValue(size, i) for i, size in enumerate(sizes)), frozenset()
+    )
+    option = with_names(Candidate(Selective(NumberedOps((0, 2, 4), (6,)))), graph)
     assert option.kept_names == ("mm", "softmax", "rsqrt")
     assert option.offloaded_names == ("mm",)
 
@@ -392,10 +396,10 @@ def test_a_profile_names_the_ops_whose_results_its_options_keep() -> None:
     pytest.importorskip("scipy")
     x = torch.randn(64, 16, requires_grad=True)
     (block,) = rekindle.profile(Stack(3, 16), x).blocks
-    some = [option for option in block.options if option.fate == "select"]
+    some = [option for option in block.candidates if isinstance(option.strategy, Selective)]
     assert some
     for option in some:
-        assert len(option.kept_names) == len(option.kept)
+        assert len(option.kept_names) == len(option.strategy.policy.kept)
         assert set(option.kept_names) <= {"addmm", "gelu", "layer_norm", "add"}
 
 

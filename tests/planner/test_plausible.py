@@ -11,7 +11,8 @@ import rekindle
 from rekindle.planner import profile_model
 from rekindle.planner.measure.plausible import plausible
 from rekindle.planner.measure.timing import DeviceClock
-from rekindle.planner.types import BlockProfile, Option, Profile
+from rekindle.planner.types import BlockProfile, Candidate, Profile
+from rekindle.strategy import Keep, Recompute
 from tests.toys import Stack
 
 pytest.importorskip("scipy")
@@ -19,12 +20,12 @@ pytest.importorskip("scipy")
 from rekindle.planner.plan_for_budget import plan_by
 from rekindle.planner.timeline import simulate
 
-KEEP = Option("keep", bytes_held=9, forward_seconds=1.0, backward_seconds=2.0)
-FAST = Option("recompute", bytes_held=1, forward_seconds=1.0, backward_seconds=1.5)
+KEEP = Candidate(Keep(), bytes_held=9, forward_seconds=1.0, backward_seconds=2.0)
+FAST = Candidate(Recompute(), bytes_held=1, forward_seconds=1.0, backward_seconds=1.5)
 SLOW = replace(FAST, backward_seconds=3.0)
 
 
-def refuse(_options: list[Option]) -> list[Option]:
+def refuse(_options: list[Candidate]) -> list[Candidate]:
     raise AssertionError("nothing is impossible")
 
 
@@ -35,7 +36,7 @@ def test_times_that_can_be_are_left_alone() -> None:
 def test_a_recompute_that_is_faster_than_to_keep_is_measured_again_with_all_others() -> None:
     asked = []
 
-    def again(options: list[Option]) -> list[Option]:
+    def again(options: list[Candidate]) -> list[Candidate]:
         asked.append(options)
         return [replace(options[0], backward_seconds=1.0), *options[1:]]
 
@@ -56,9 +57,11 @@ def test_within_the_noise_nothing_is_measured_again() -> None:
 
 
 def test_the_host_is_floored_too() -> None:
-    keep = replace(KEEP, forward_host=0.5, backward_host=0.5)
-    found = plausible([keep, replace(SLOW, forward_host=0.1, backward_host=0.7)], list)
-    assert (found[1].forward_host, found[1].backward_host) == (0.5, 0.7)
+    keep = replace(KEEP, forward_host_seconds=0.5, backward_host_seconds=0.5)
+    found = plausible(
+        [keep, replace(SLOW, forward_host_seconds=0.1, backward_host_seconds=0.7)], list
+    )
+    assert (found[1].forward_host_seconds, found[1].backward_host_seconds) == (0.5, 0.7)
 
 
 class _Moody(DeviceClock):
@@ -81,13 +84,13 @@ def test_no_option_is_predicted_to_be_faster_than_no_plan_whatever_the_clock_say
     monkeypatch.setattr(profile_model, "bench_of", lambda *_: bench)
     profile = rekindle.profile(Stack(3, 16), torch.randn(32, 16))
     count = len(profile.order)
-    keep = [option for option in profile.blocks[0].options if option.fate == "keep"]
+    keep = [option for option in profile.blocks[0].candidates if option.strategy == Keep()]
     plain = simulate(profile, keep * count).seconds
-    for option in profile.blocks[0].options:
+    for option in profile.blocks[0].candidates:
         assert simulate(profile, [option] * count).seconds >= plain
 
 
-def plan_of(*options: Option) -> rekindle.Plan:
+def plan_of(*options: Candidate) -> rekindle.Plan:
     block = BlockProfile("Block", "Block", (KEEP, *options))
     profile = Profile("Stack", "cpu", "", 0, 0, 0, 0.0, 0.0, (block,), (("blocks.0", 0),))
     chosen = list(options)[-1:]

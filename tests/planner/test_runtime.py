@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import rekindle
 from rekindle.modules.forward import forward_of
 from rekindle.planner import runtime
+from rekindle.strategy import Keep, Selective
 from tests.toys import Block, Stack, same_bits
 
 pytest.importorskip("scipy")
@@ -96,7 +97,7 @@ def test_more_than_was_planned_for_is_planned_again_before_the_call_runs(lines: 
     assert after.inputs == ((LARGE, 16),)
     assert after.measured_peak is not None
     assert after.measured_peak <= after.budget
-    assert any(option.fate != "keep" for _, _, option in after.blocks)
+    assert any(option.strategy != Keep() for _, _, option in after.blocks)
     assert same(found, plain(model, LARGE))
 
 
@@ -324,11 +325,11 @@ def test_a_model_that_is_one_block_runs_the_larger_call_by_the_new_plan(
     )
     curve = rekindle.frontier(profile, 2)
     rekindle.fit(model, inputs(SMALL), (curve[0].peak + curve[1].peak) // 2, profile=small)
-    assert [option.fate for _, _, option in plan_of(model).blocks] == ["keep"]
+    assert [option.strategy for _, _, option in plan_of(model).blocks] == [Keep()]
     called = forward_of(model)
     monkeypatch.setattr("rekindle.planner.profile_model.measure", lambda *_: profile)
     assert same(grads(model, LARGE), plain(model, LARGE))
-    assert [option.fate for _, _, option in plan_of(model).blocks] == ["select"]
+    assert [type(option.strategy) for _, _, option in plan_of(model).blocks] == [Selective]
     found = forward_of(model)
     assert found is not None
     assert called is not None

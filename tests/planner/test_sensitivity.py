@@ -13,7 +13,8 @@ from rekindle.planner import fit, plan_for_budget
 from rekindle.planner.measure.measured_step import Trial
 from rekindle.planner.solve import solver
 from rekindle.planner.timeline import simulate
-from rekindle.planner.types import BlockProfile, Nearby, Option, Profile
+from rekindle.planner.types import BlockProfile, Candidate, Nearby, Profile, Solution
+from rekindle.strategy import Keep, Recompute
 from tests.planner.test_solve import (
     GAP,
     MIB,
@@ -27,11 +28,11 @@ from tests.planner.test_solve import (
 )
 from tests.toys import Stack
 
-KEEP = Option("keep", bytes_held=100 * MIB, forward_seconds=1.0, backward_seconds=2.0)
-DROP = Option("recompute", bytes_held=0, forward_seconds=1.0, backward_seconds=3.0)
+KEEP = Candidate(Keep(), bytes_held=100 * MIB, forward_seconds=1.0, backward_seconds=2.0)
+DROP = Candidate(Recompute(), bytes_held=0, forward_seconds=1.0, backward_seconds=3.0)
 
 
-def toy(*kinds: Option, blocks: int = 10, static: int = 0) -> Profile:
+def toy(*kinds: Candidate, blocks: int = 10, static: int = 0) -> Profile:
     """Blocks that are kept in 100 MiB or made again in a second; the kinds differ by their name."""
     known = tuple(
         BlockProfile(f"Kind{i}", f"Kind{i}", (KEEP, option)) for i, option in enumerate(kinds)
@@ -52,7 +53,9 @@ def test_less_and_more_are_a_tenth_of_what_activations_have() -> None:
 
 
 @pytest.mark.parametrize("kinds", [(DROP,), (DROP, DROP)], ids=["one kind", "two kinds"])
-def test_less_costs_what_one_more_block_costs_and_more_saves_it(kinds: tuple[Option, ...]) -> None:
+def test_less_costs_what_one_more_block_costs_and_more_saves_it(
+    kinds: tuple[Candidate, ...],
+) -> None:
     plan = rekindle.solve(toy(*kinds, blocks=20), 1000 * MIB)
     assert plan.predicted_time == 70
     assert plan.less == Nearby(900 * MIB, 71.0)
@@ -61,7 +64,7 @@ def test_less_costs_what_one_more_block_costs_and_more_saves_it(kinds: tuple[Opt
 
 @pytest.mark.parametrize("kinds", [(DROP,), (DROP, DROP)], ids=["one kind", "two kinds"])
 def test_with_room_to_spare_less_is_less_than_what_is_used_and_more_changes_nothing(
-    kinds: tuple[Option, ...],
+    kinds: tuple[Candidate, ...],
 ) -> None:
     plan = rekindle.solve(toy(*kinds), 5000 * MIB)
     assert plan.less == Nearby(900 * MIB, plan.predicted_time + 1)
@@ -123,7 +126,7 @@ def test_where_blocks_differ_nothing_more_is_solved(monkeypatch: pytest.MonkeyPa
     profile, solved = toy(DROP, DROP), []
     choose = solver.choose
 
-    def counted(profile: Profile, budget: int) -> solver.Choice | None:
+    def counted(profile: Profile, budget: int) -> Solution | None:
         solved.append(budget)
         return choose(profile, budget)
 

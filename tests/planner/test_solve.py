@@ -9,10 +9,11 @@ from functools import cache
 import pytest
 
 import rekindle
-from rekindle.planner.solve.solver import Choice, choose, improved, shaken, smallest
+from rekindle.planner.solve.solver import choose, improved, shaken, smallest
 from rekindle.planner.timeline import simulate
-from rekindle.planner.types import BlockProfile, Option, Prediction, Profile
+from rekindle.planner.types import BlockProfile, Candidate, Prediction, Profile, Solution
 from rekindle.sizes import parse_bytes
+from rekindle.strategy import Keep, NumberedOps, Recompute, Selective, Strategy
 
 pytest.importorskip("scipy")
 
@@ -23,16 +24,21 @@ LINK_GAP = 0.04
 """With a link, the solver's view of the step is rough, and its answer is improved step by step."""
 
 
-def random_option(draw: random.Random, fate: str, size: int, second: float, link: bool) -> Option:
+WHOLE: dict[str, Strategy] = {"keep": Keep(), "recompute": Recompute()}
+MOVE_ONE = Selective(NumberedOps(offloaded=(1,)))
+
+
+def random_option(
+    draw: random.Random, fate: str, size: int, second: float, link: bool
+) -> Candidate:
     """More held, less to run again; what is moved is not held."""
     share = {"keep": 1.0, "recompute": 0.1}.get(fate) or draw.uniform(0.15, 0.9)
     held = int(share * size)
     moved = int(draw.uniform(0.2, 0.9) * held) if link and fate == "select" else 0
     forward = second * draw.uniform(1, 1.3)
-    return Option(
-        fate,
-        kept=(1, 2) if fate == "select" and not moved else (),
-        offloaded=(1, 2) if moved else (),
+    results = {"offloaded" if moved else "kept": (1, 2)}
+    return Candidate(
+        Selective(NumberedOps(**results)) if fate == "select" else WHOLE[fate],
         bytes_held=held - moved,
         bytes_moved=moved,
         largest_moved=moved // 2,
@@ -86,11 +92,11 @@ def layers(count: int, kinds: int = 1) -> Profile:
     return Profile("Llama", "none", "a batch", 0, 64 * MIB, GIB, 5e-3, 55e9, known, order)
 
 
-def long_menu(size: float) -> tuple[Option, ...]:
+def long_menu(size: float) -> tuple[Candidate, ...]:
     shares = (1.0, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
     menu = [
-        Option(
-            "keep" if share == 1 else "recompute" if share == 0.1 else "select",
+        Candidate(
+            Keep() if share == 1 else Recompute() if share == 0.1 else Selective(NumberedOps((1,))),
             bytes_held=int(share * size),
             forward_seconds=8e-3,
             backward_seconds=16e-3 + (1 - share) ** 2 * 7.7e-3,
@@ -100,9 +106,14 @@ def long_menu(size: float) -> tuple[Option, ...]:
         for share in shares
     ]
     menu += [
-        replace(o, bytes_held=o.bytes_held // 9, bytes_moved=8 * o.bytes_held // 9)
+        replace(
+            o,
+            strategy=MOVE_ONE,
+            bytes_held=o.bytes_held // 9,
+            bytes_moved=8 * o.bytes_held // 9,
+        )
         for o in menu
-        if o.fate == "select"
+        if isinstance(o.strategy, Selective)
     ]
     return tuple(menu)
 
@@ -110,7 +121,7 @@ def long_menu(size: float) -> tuple[Option, ...]:
 @cache
 def all_choices(profile: Profile) -> list[Prediction]:
     """The predictions of every choice there is. Several tests look at the same profiles."""
-    menus = [profile.options(i) for i in range(len(profile.order))]
+    menus = [profile.candidates(i) for i in range(len(profile.order))]
     return [simulate(profile, options) for options in itertools.product(*menus)]
 
 
@@ -128,7 +139,7 @@ def fastest(choices: list[Prediction], budget: int) -> float:
 
 
 @cache
-def chosen(profile: Profile, budget: int) -> Choice:
+def chosen(profile: Profile, budget: int) -> Solution:
     """The solver's choice, of which several tests check one property each."""
     choice = choose(profile, budget)
     assert choice is not None, "something fits"
@@ -166,7 +177,9 @@ def passing(profile: Profile, nbytes: int) -> Profile:
     blocks = [
         replace(
             block,
-            options=tuple(replace(o, input_let_go=draw.choice([0, nbytes])) for o in block.options),
+            candidates=tuple(
+                replace(o, input_freed=draw.choice([0, nbytes])) for o in block.candidates
+            ),
         )
         for block in profile.blocks
     ]
@@ -185,7 +198,7 @@ def test_what_blocks_hand_on_and_let_go_leaves_room_for_faster_choices(
         found = chosen(profile, budget)
         assert found.prediction.peak <= budget
         assert found.prediction.seconds <= fastest(choices, budget) * (1 + LINK_GAP)
-    plain = [profile.options(i)[0] for i in range(len(profile.order))]
+    plain = [profile.candidates(i)[0] for i in range(len(profile.order))]
     highest = simulate(profile, plain)
     assert chosen(profile, highest.peak).prediction.seconds <= highest.seconds
 
@@ -230,7 +243,7 @@ def test_a_choice_is_what_the_simulation_says_of_it(seed: int, kinds: int) -> No
     profile = random_profile(seed, kinds=kinds)
     for budget in budgets(all_choices(profile)):
         found = chosen(profile, budget)
-        assert found.prediction == simulate(profile, found.options)
+        assert found.prediction == simulate(profile, found.candidates)
 
 
 @every_profile
@@ -256,8 +269,10 @@ def test_a_smaller_budget_never_peaks_higher(seed: int, link: bool) -> None:
 
 def test_a_smaller_budget_never_peaks_higher_where_many_choices_take_the_same_time() -> None:
     """Contrived: alike blocks, so that which of them recompute changes the peak, not the time."""
-    keep = Option("keep", bytes_held=100 * MIB, forward_peak=100 * MIB, backward_peak=20 * MIB)
-    drop = Option("recompute", bytes_held=5 * MIB, forward_peak=90 * MIB, backward_peak=110 * MIB)
+    keep = Candidate(Keep(), bytes_held=100 * MIB, forward_peak=100 * MIB, backward_peak=20 * MIB)
+    drop = Candidate(
+        Recompute(), bytes_held=5 * MIB, forward_peak=90 * MIB, backward_peak=110 * MIB
+    )
     keep = replace(keep, forward_seconds=1e-3, backward_seconds=2e-3)
     drop = replace(drop, forward_seconds=1e-3, backward_seconds=3e-3)
     block = BlockProfile("Block", "Block", (keep, drop))
@@ -279,8 +294,8 @@ def test_the_smallest_is_the_lowest_peak_there_is(seed: int, kinds: int) -> None
 
 def test_the_smallest_is_found_where_what_holds_most_peaks_lowest() -> None:
     """Contrived: replaying takes less time than keeping, and more room."""
-    keep = Option("keep", (), (), 100 * MIB, 0, 1.0, 3.0, 100 * MIB, 0)
-    drop = Option("recompute", (), (), 90 * MIB, 0, 1.0, 2.0, 100 * MIB, 60 * MIB)
+    keep = Candidate(Keep(), 100 * MIB, 0, 1.0, 3.0, 100 * MIB, 0)
+    drop = Candidate(Recompute(), 90 * MIB, 0, 1.0, 2.0, 100 * MIB, 60 * MIB)
     block = BlockProfile("Block", "Block", (keep, drop))
     profile = Profile("Toy", "none", "", 0, 0, 0, 0.0, 0.0, (block,), (("0", 0),))
     assert smallest(profile).prediction.peak == 100 * MIB
@@ -325,46 +340,51 @@ def test_a_refusal_says_what_is_there_all_the_time_and_where_the_peak_is() -> No
 
 def test_with_room_for_all_the_fastest_is_taken() -> None:
     profile = random_profile(1, link=False)
-    best = [min(profile.options(i), key=lambda o: o.seconds) for i in range(len(profile.order))]
+    best = [min(profile.candidates(i), key=lambda o: o.seconds) for i in range(len(profile.order))]
     assert chosen(profile, 100 * GIB).prediction.seconds == simulate(profile, best).seconds
 
 
 def test_of_options_that_take_the_same_time_the_one_that_holds_less_is_taken() -> None:
-    more = Option("keep", bytes_held=9 * MIB, forward_seconds=1.0, backward_seconds=1.0)
-    less = replace(more, fate="recompute", bytes_held=3 * MIB)
+    more = Candidate(Keep(), bytes_held=9 * MIB, forward_seconds=1.0, backward_seconds=1.0)
+    less = replace(more, strategy=Recompute(), bytes_held=3 * MIB)
     block = BlockProfile("Block", "Block", (more, less))
     profile = Profile("Toy", "none", "", 0, 0, 0, 0.0, 0.0, (block,), (("0", 0), ("1", 0)))
-    assert chosen(profile, GIB).options == (less, less)
+    assert chosen(profile, GIB).candidates == (less, less)
 
 
 def test_bytes_are_moved_where_the_link_has_time_for_them() -> None:
-    keep = Option("keep", (), (), 100 * MIB, 0, 1.0, 2.0, 100 * MIB, 0)
-    drop = Option("recompute", (), (), 0, 0, 1.0, 3.0, 100 * MIB, 100 * MIB)
-    move = Option(
-        *("select", (), (1,), 0, 100 * MIB, 1.0, 2.0, 100 * MIB, 100 * MIB), largest_moved=100 * MIB
+    keep = Candidate(Keep(), 100 * MIB, 0, 1.0, 2.0, 100 * MIB, 0)
+    drop = Candidate(Recompute(), 0, 0, 1.0, 3.0, 100 * MIB, 100 * MIB)
+    move = Candidate(
+        MOVE_ONE,
+        *(0, 100 * MIB, 1.0, 2.0, 100 * MIB, 100 * MIB),
+        largest_moved=100 * MIB,
     )
     block = BlockProfile("Block", "Block", (keep, drop, move))
     order = tuple((str(i), 0) for i in range(12))
     fast = Profile("Toy", "none", "", 0, 0, 0, 0.0, 200.0 * MIB, (block,), order)
     slow = replace(fast, bytes_per_second=10.0 * MIB)
     budget = 800 * MIB  # of 1200 without a plan
-    assert chosen(fast, budget).options.count(move) >= 4
+    assert chosen(fast, budget).candidates.count(move) >= 4
     assert chosen(fast, budget).prediction.seconds == pytest.approx(12 * 3.0)
-    assert move not in chosen(slow, budget).options
+    assert move not in chosen(slow, budget).candidates
 
 
 def test_two_blocks_that_are_better_changed_together_are() -> None:
-    one = Option("keep", bytes_held=6, forward_seconds=1.0), Option("a", (), (1,), 4, 1, 2.0)
-    other = Option("keep", bytes_held=4, forward_seconds=3.0), Option("b", (), (1,), 6, 1, 1.0)
+    one = Candidate(Keep(), bytes_held=6, forward_seconds=1.0), Candidate(MOVE_ONE, 4, 1, 2.0)
+    other = (
+        Candidate(Keep(), bytes_held=4, forward_seconds=3.0),
+        Candidate(MOVE_ONE, 6, 1, 1.0),
+    )
     blocks = tuple(BlockProfile("Block", str(i), menu) for i, menu in enumerate((one, other)))
     profile = Profile(
         "Toy", "none", "", 0, 0, 0, 0.0, 1e9, blocks, (("blocks.0", 0), ("blocks.1", 1))
     )
     first = one[0], other[0]
-    start = Choice(first, simulate(profile, first), 0.0)
+    start = Solution(first, simulate(profile, first), 0.0)
     budget = simulate(profile, (one[1], other[1])).peak
-    assert improved(profile, start, budget).options == first
-    assert shaken(profile, start, budget).options == (one[1], other[1])
+    assert improved(profile, start, budget).candidates == first
+    assert shaken(profile, start, budget).candidates == (one[1], other[1])
 
 
 def test_every_block_of_a_plan_has_its_path_and_kind_in_the_order_of_the_forward() -> None:
@@ -376,7 +396,7 @@ def test_every_block_of_a_plan_has_its_path_and_kind_in_the_order_of_the_forward
 
 def test_a_plan_says_what_happens_without_it() -> None:
     profile = random_profile(3, link=False)
-    keep = [profile.options(i)[0] for i in range(len(profile.order))]
+    keep = [profile.candidates(i)[0] for i in range(len(profile.order))]
     plan = rekindle.solve(profile, "80%")
     plain = simulate(profile, keep)
     assert (plan.plain_peak, plan.plain_time) == (plain.peak, plain.seconds)
@@ -384,7 +404,7 @@ def test_a_plan_says_what_happens_without_it() -> None:
 
 def test_a_share_is_one_of_the_peak_of_activations() -> None:
     profile = random_profile(3)
-    keep = [profile.options(i)[0] for i in range(len(profile.order))]
+    keep = [profile.candidates(i)[0] for i in range(len(profile.order))]
     activations = simulate(profile, keep).peak - profile.static_bytes
     assert rekindle.solve(profile, "80%").budget == profile.static_bytes + int(0.8 * activations)
 

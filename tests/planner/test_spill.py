@@ -17,11 +17,11 @@ from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.measure.link import bytes_per_second
 from rekindle.planner.plan_for_budget import plan_by
 from rekindle.planner.timeline import simulate
-from rekindle.planner.types import BlockProfile, Option
+from rekindle.planner.types import BlockProfile
 from rekindle.regions.selective.decisions import Decision
 from rekindle.regions.selective.offload_bridge import _options
 from rekindle.regions.selective.planned_ops import NumberedOpsPolicy
-from rekindle.strategy import SavedIndices
+from rekindle.strategy import Keep, NumberedOps, SavedIndices, Selective
 from tests.toys import Stack, same_bits
 
 pytest.importorskip("scipy")
@@ -54,8 +54,8 @@ def gradients(decoder: Decoder, x: Tensor) -> list[Tensor]:
 
 
 def test_what_moves_goes_to_disk(profile: rekindle.Profile) -> None:
-    moving = [option for option in profile.blocks[0].options if option.bytes_moved]
-    assert {option.fate for option in moving} == {"derive", "select"}
+    moving = [option for option in profile.blocks[0].candidates if option.bytes_moved]
+    assert {type(option.strategy) for option in moving} == {SavedIndices, Selective}
     assert {option.tier for option in moving} == {"disk"}
     assert all(" spill " in f" {option.describe()}" for option in moving)
     assert profile.bytes_per_second > 0
@@ -64,17 +64,17 @@ def test_what_moves_goes_to_disk(profile: rekindle.Profile) -> None:
 def test_without_it_nothing_moves_on_a_cpu(decoder: Decoder, x: Tensor) -> None:
     found = rekindle.profile(decoder, x)
     assert found.bytes_per_second == 0
-    assert not any(option.bytes_moved for block in found.blocks for option in block.options)
+    assert not any(option.bytes_moved for block in found.blocks for option in block.candidates)
 
 
-@pytest.mark.parametrize("fate", ["derive", "select"])
+@pytest.mark.parametrize("kind", [SavedIndices, Selective])
 def test_options_that_spill_give_the_gradients_of_a_plain_step(
-    fate: str, decoder: Decoder, x: Tensor, profile: rekindle.Profile
+    kind: type, decoder: Decoder, x: Tensor, profile: rekindle.Profile
 ) -> None:
     expected = gradients(decoder, x)
-    menu = [o for o in profile.blocks[-1].options if o.fate == fate and o.bytes_moved]
+    menu = [o for o in profile.blocks[-1].candidates if type(o.strategy) is kind and o.bytes_moved]
     for option in (menu[0], menu[-1]):
-        rekindle.apply(decoder, what_of(option))
+        rekindle.apply(decoder, what_of(option.strategy))
         for _ in range(3):  # unknown, seen once, known
             with rekindle.observe() as seen:
                 assert all(map(same_bits, gradients(decoder, x), expected))
@@ -102,9 +102,13 @@ def _spilling(profile: rekindle.Profile) -> rekindle.Profile:
 
 def _without_recompute(block: BlockProfile) -> BlockProfile:
     """To keep, or to spill: nothing is made again."""
-    whole = tuple(o for o in block.options if o.fate == "derive" and o.offloaded and not o.derived)
-    keep = next(option for option in block.options if option.fate == "keep")
-    return replace(block, options=(keep, *whole))
+    whole = tuple(
+        o
+        for o in block.candidates
+        if o.tier and isinstance(o.strategy, SavedIndices) and not o.strategy.recomputed
+    )
+    keep = next(option for option in block.candidates if option.strategy == Keep())
+    return replace(block, candidates=(keep, *whole))
 
 
 def test_a_plan_that_spills_is_the_same_after_it_was_saved(
@@ -138,11 +142,11 @@ def test_larger_inputs_are_planned_with_disk_too(
 
 
 def test_an_option_is_carried_out_by_its_tier() -> None:
-    policy = what_of(Option("select", (1,), (2,), tier="disk"))
+    policy = what_of(Selective(NumberedOps((1,), (2,), tier="disk")))
     assert isinstance(policy, NumberedOpsPolicy)
     assert policy.by_number == {1: Decision.KEEP, 2: Decision.SPILL_AS_PLANNED}
     assert repr(policy) == "<keep ops [1], spill ops [2], recompute the rest>"
-    saves = what_of(Option("derive", offloaded=(2,), tier="disk"))
+    saves = what_of(SavedIndices(offloaded=(2,), tier="disk"))
     assert saves == SavedIndices((), (2,), "disk")
     assert repr(saves) == "SavedIndices(offloaded=(2,), tier='disk')"
 
@@ -150,8 +154,12 @@ def test_an_option_is_carried_out_by_its_tier() -> None:
 def test_what_leaves_is_seen_out_before_the_backward_of_a_last_block_that_moves_nothing(
     decoder: Decoder, x: Tensor, profile: rekindle.Profile
 ) -> None:
-    moving = next(o for o in profile.blocks[0].options if o.fate == "derive" and o.bytes_moved)
-    keep = next(o for o in profile.blocks[0].options if o.fate == "keep")
+    moving = next(
+        o
+        for o in profile.blocks[0].candidates
+        if isinstance(o.strategy, SavedIndices) and o.bytes_moved
+    )
+    keep = next(o for o in profile.blocks[0].candidates if o.strategy == Keep())
     options = [moving] * 5 + [keep]
     plan = plan_by(profile, 0, options, simulate(profile, options), 0.0)
     rekindle.apply(decoder, plan)

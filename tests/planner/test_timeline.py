@@ -20,14 +20,15 @@ from rekindle.planner.measure.measured_step import try_out
 from rekindle.planner.plan_for_budget import plan_by
 from rekindle.planner.timeline import _ahead, simulate
 from rekindle.planner.training_step import Step
-from rekindle.planner.types import BlockProfile, Option, Profile
+from rekindle.planner.types import BlockProfile, Candidate, Profile
+from rekindle.strategy import Keep, NumberedOps, Recompute, Selective
 from tests.toys import Block, Stack
 
 pytest.importorskip("scipy")
 
-KEEP = Option("keep", (), (), 100, 0, 1.0, 2.0, 110, 30)
-DROP = Option("recompute", (), (), 10, 0, 1.0, 3.0, 90, 120)
-MOVE = Option("select", (), (1,), 10, 50, 1.0, 2.0, 60, 70, largest_moved=50)
+KEEP = Candidate(Keep(), 100, 0, 1.0, 2.0, 110, 30)
+DROP = Candidate(Recompute(), 10, 0, 1.0, 3.0, 90, 120)
+MOVE = Candidate(Selective(NumberedOps(offloaded=(1,))), 10, 50, 1.0, 2.0, 60, 70, largest_moved=50)
 
 
 def profile_of(count: int, **more: Any) -> Profile:
@@ -63,7 +64,7 @@ def test_a_block_that_replays_first_of_all_does_so_when_the_others_are_gone() ->
 
 
 def test_a_peak_in_the_forward_is_above_what_is_held_before() -> None:
-    workspace = Option("keep", bytes_held=10, forward_peak=500, backward_peak=20)
+    workspace = Candidate(Keep(), bytes_held=10, forward_peak=500, backward_peak=20)
     found = simulate(profile_of(2), [KEEP, workspace])
     assert (found.peak, found.at) == (100 + 500, "the forward of blocks.1")
 
@@ -89,7 +90,9 @@ def test_what_the_backward_begins_with_stays() -> None:
 
 
 def test_of_more_than_the_backward_begins_with_the_rest_moves() -> None:
-    both = Option("select", (), (1, 2), 10, 100, 1.0, 2.0, 60, 120, largest_moved=50)
+    both = Candidate(
+        Selective(NumberedOps(offloaded=(1, 2))), 10, 100, 1.0, 2.0, 60, 120, largest_moved=50
+    )
     stays = simulate(profile_of(2, rest_peak=1000), [KEEP, both]).peak
     fast = profile_of(3, rest_peak=1000, bytes_per_second=1000.0)
     moves = simulate(fast, [both, both, KEEP]).peak
@@ -104,24 +107,24 @@ def test_a_slow_link_is_waited_for_both_ways() -> None:
 
 
 def test_the_device_waits_for_a_host_that_is_slower() -> None:
-    slow = replace(KEEP, forward_host=2.0, backward_host=5.0)
+    slow = replace(KEEP, forward_host_seconds=2.0, backward_host_seconds=5.0)
     assert simulate(profile_of(2), [slow, slow]).seconds == 2 * 2.0 + 2 * 5.0
 
 
 def test_a_host_that_is_faster_is_felt_at_the_beginning_alone() -> None:
-    fast = replace(KEEP, forward_host=0.5, backward_host=0.5)
+    fast = replace(KEEP, forward_host_seconds=0.5, backward_host_seconds=0.5)
     assert simulate(profile_of(3), [fast] * 3).seconds == 0.25 + 3 * 3.0
 
 
 def test_a_slow_host_is_not_felt_while_the_device_has_work() -> None:
-    slow = replace(KEEP, forward_host=1.5)
+    slow = replace(KEEP, forward_host_seconds=1.5)
     busy = replace(KEEP, forward_seconds=10.0)
     assert simulate(profile_of(2), [busy, slow]).seconds == 10.0 + 1.0 + 4.0
     assert simulate(profile_of(2), [slow, busy]).seconds == 0.75 + 1.0 + 10.0 + 4.0
 
 
 def test_outside_the_blocks_the_host_gets_ahead() -> None:
-    slow = replace(KEEP, forward_host=2.0)
+    slow = replace(KEEP, forward_host_seconds=2.0)
     profile = profile_of(1, rest_seconds=3.0)
     assert simulate(profile, [slow]).seconds == 2.0 + 3.0 + 2.0
 
@@ -132,7 +135,7 @@ def test_without_moves_no_link_is_needed() -> None:
 
 
 def test_what_has_not_left_yet_is_still_there() -> None:
-    large = Option("keep", (), (), 100, 0, 1.0, 2.0, 300, 30)
+    large = Candidate(Keep(), 100, 0, 1.0, 2.0, 300, 30)
     moving = [MOVE] * 7  # of which the last two stay
     held = 5 * 10 + 2 * 60
     # At the last block's forward: what is held, its peak, and what is left to copy of five times
@@ -143,7 +146,7 @@ def test_what_has_not_left_yet_is_still_there() -> None:
 
 
 def test_no_more_is_on_the_way_than_was_sent() -> None:
-    large = Option("keep", (), (), 100, 0, 1.0, 2.0, 300, 30)
+    large = Candidate(Keep(), 100, 0, 1.0, 2.0, 300, 30)
     slow = profile_of(4, bytes_per_second=10.0)
     assert simulate(slow, [MOVE, MOVE, MOVE, large]).peak == 10 + 60 + 60 + 300 + 50
 
@@ -164,20 +167,22 @@ def test_what_comes_back_comes_one_after_another() -> None:
 
 
 def test_the_largest_result_that_moves_says_how_much_is_late() -> None:
-    uneven = Option("select", (), (1, 2), 10, 50, 1.0, 2.0, 60, 70, largest_moved=40)
+    uneven = Candidate(
+        Selective(NumberedOps(offloaded=(1, 2))), 10, 50, 1.0, 2.0, 60, 70, largest_moved=40
+    )
     found = simulate(profile_of(6, rest_peak=1000), [uneven] * 4 + [KEEP, KEEP])
     assert found.peak == 4 * 10 + 80 + 2 * 100 + 1000 + 2 * 40
 
 
 def test_what_a_block_is_handed_and_lets_go_is_gone_after_its_forward() -> None:
-    passing = replace(KEEP, input_let_go=20)
+    passing = replace(KEEP, input_freed=20)
     profile = profile_of(3, rest_peak=1000, passed=(0, 15, 30))
     assert simulate(profile, [passing] * 3).peak == 3 * 100 - 15 - 20 + 1000
     assert simulate(profile, [passing, KEEP, passing]).peak == 3 * 100 - 20 + 1000
 
 
 def test_what_was_handed_on_counts_again_in_the_backward_of_its_maker() -> None:
-    passing = replace(KEEP, input_let_go=20, backward_peak=0)
+    passing = replace(KEEP, input_freed=20, backward_peak=0)
     first = replace(passing, backward_peak=1000)
     second = replace(passing, backward_peak=500)
     profile = profile_of(3, passed=(0, 20, 20))
@@ -304,13 +309,13 @@ CLOSE = {name: case for name, case in CASES.items() if name not in _ROUGH}
 every_close_case = pytest.mark.parametrize("case", CLOSE.values(), ids=CLOSE)
 
 
-def plans(profile: Profile) -> list[list[Option]]:
+def plans(profile: Profile) -> list[list[Candidate]]:
     """All kept, all recomputed, and some at random."""
     draw = random.Random(0)
-    menus = [profile.options(i) for i in range(len(profile.order))]
+    menus = [profile.candidates(i) for i in range(len(profile.order))]
     alike = [
-        [next(o for o in menu if o.fate == fate) for menu in menus]
-        for fate in ("keep", "recompute")
+        [next(o for o in menu if o.strategy == strategy) for menu in menus]
+        for strategy in (Keep(), Recompute())
     ]
     return alike + [[draw.choice(menu) for menu in menus] for _ in range(4)]
 
@@ -360,7 +365,7 @@ def test_a_plain_step_whose_blocks_let_go_of_what_they_are_given_is_predicted_to
     profile = rekindle.profile(model, batch)
     one = batch.numel() * batch.element_size()
     assert profile.passed == (0, one, one)
-    options = [next(o for o in profile.options(i) if o.fate == "keep") for i in range(3)]
+    options = [next(o for o in profile.candidates(i) if o.strategy == Keep()) for i in range(3)]
     prediction = simulate(profile, options)
     plan = plan_by(profile, 0, options, prediction, 0.0)
     assert try_out(Step(model, batch), plan, profile).peak == prediction.peak
@@ -403,13 +408,13 @@ def test_what_somebody_else_holds_is_not_passed_on(kind: type[Collecting]) -> No
 def test_blocks_that_save_their_output_let_go_of_nothing() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)])
     profile = rekindle.profile(model, torch.randn(64, 16))
-    assert profile.blocks[0].output_let_go == 0
+    assert profile.blocks[0].output_freed == 0
     assert profile.passed == (0, 0, 0)
 
 
 def test_blocks_that_learn_nothing_hand_on_what_they_make() -> None:
     model, batch = half_frozen()
     profile = rekindle.profile(model, batch)
-    frozen = profile.options(1)[0]
+    frozen = profile.candidates(1)[0]
     one = batch.numel() * batch.element_size()
-    assert (profile.passed[1], frozen.input_let_go) == (one, one)
+    assert (profile.passed[1], frozen.input_freed) == (one, one)

@@ -19,6 +19,7 @@ from rekindle.planner import fit, plan_for_budget
 from rekindle.planner.gradient_fingerprints import Fingerprints, Gathering
 from rekindle.planner.timeline import simulate
 from rekindle.planner.verify import BIT_FOR_BIT, reference_for
+from rekindle.strategy import Keep, Recompute
 from tests.planner.test_fit import unchanged
 from tests.toys import Block, Mlp, Stack
 from tests.wrong import wrong_recompute
@@ -55,7 +56,7 @@ def counted(model: nn.Module) -> Iterator[list[int]]:
 def test_dropout_and_batch_norm_under_a_plan_are_verified_bit_for_bit() -> None:
     model, x = nn.Sequential(*(Normed() for _ in range(4))), torch.randn(256, 16)
     plan = rekindle.fit(model, x, "60%", loss=mean)
-    assert any(option.fate != "keep" for _, _, option in plan.blocks)
+    assert any(option.strategy != Keep() for _, _, option in plan.blocks)
     found = r"gradients bit for bit, with [1-4] of 4 blocks run another way"
     assert re.fullmatch(found, plan.verified or "")
     assert f"  verified        {plan.verified}" in str(plan).splitlines()
@@ -135,7 +136,7 @@ def moving_model(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Tensor, re
     solved = plan_for_budget.solved
 
     def spilling(profile: rekindle.Profile, limit: int) -> rekindle.Plan:
-        most = max(profile.blocks[0].options, key=lambda option: option.bytes_moved)
+        most = max(profile.blocks[0].candidates, key=lambda option: option.bytes_moved)
         if not most.bytes_moved:
             return solved(profile, limit)
         options = [most] * len(profile.order)
@@ -171,7 +172,7 @@ def test_offload_that_goes_wrong_in_a_later_step_is_not_trained_with(
     assert " spill " in str(warning.message)
     assert "A plan that keeps or recomputes whole blocks is applied" in str(warning.message)
     assert warning.filename == __file__
-    assert {option.fate for _, _, option in plan.blocks} == {"keep", "recompute"}
+    assert {option.strategy for _, _, option in plan.blocks} == {Keep(), Recompute()}
     assert (plan.verified or "").startswith(BIT_FOR_BIT)
 
 
@@ -180,10 +181,10 @@ def test_wrong_offload_without_another_plan_that_fits_is_refused(
 ) -> None:
     model, x, profile = moving_model(monkeypatch)
     large = [
-        replace(o, backward_peak=2**30) if o.fate == "recompute" else o
-        for o in profile.blocks[0].options
+        replace(o, backward_peak=2**30) if o.strategy == Recompute() else o
+        for o in profile.blocks[0].candidates
     ]
-    profile = replace(profile, blocks=(replace(profile.blocks[0], options=tuple(large)),))
+    profile = replace(profile, blocks=(replace(profile.blocks[0], candidates=tuple(large)),))
     given_back = Lane.ask
     monkeypatch.setattr(Lane, "ask", lambda self, what: scaled(given_back(self, what)))
     with unchanged(model), pytest.raises(rekindle.RekindleError, match="bug in rekindle"):
@@ -244,7 +245,8 @@ def test_the_reference_runs_each_block_the_other_way_as_far_as_memory_allows() -
     assert reference_for(plan, profile, plan.budget) == dict.fromkeys(blocks, "recompute")
     least = rekindle.frontier(profile, 2)[-1].plan
     assert reference_for(least, profile, plan.plain_peak) == {
-        path: "recompute" if option.fate == "keep" else "keep" for path, _, option in least.blocks
+        path: "recompute" if option.strategy == Keep() else "keep"
+        for path, _, option in least.blocks
     }
     assert reference_for(least, profile, 0) == dict.fromkeys(blocks, "recompute")
 
@@ -253,11 +255,16 @@ def test_with_little_room_the_reference_keeps_a_block_of_each_kind() -> None:
     model = nn.Sequential(*(Block(16) for _ in range(3)), *(Mlp(16, 16) for _ in range(3)))
     profile = rekindle.profile(model, torch.randn(256, 16, requires_grad=True), loss=mean)
     options = [
-        next(o for o in profile.options(i) if o.fate == "recompute") for i in range(len(model))
+        next(o for o in profile.candidates(i) if o.strategy == Recompute())
+        for i in range(len(model))
     ]
     plan = plan_for_budget.plan_by(profile, 0, options, simulate(profile, options), 0.0)
     kept = [
-        next(o for o in profile.options(i) if o.fate == ("keep" if i in (0, 3) else "recompute"))
+        next(
+            o
+            for o in profile.candidates(i)
+            if o.strategy == (Keep() if i in (0, 3) else Recompute())
+        )
         for i in range(len(model))
     ]
     fates = reference_for(plan, profile, simulate(profile, kept).peak)

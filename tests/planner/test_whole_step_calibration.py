@@ -11,16 +11,17 @@ from rekindle.modules.forward import forward_of
 from rekindle.planner import profile_model
 from rekindle.planner.measure.whole_step_calibration import SLACK, told_together
 from rekindle.planner.timeline import simulate
-from rekindle.planner.types import BlockProfile, Option, Profile
+from rekindle.planner.types import BlockProfile, Candidate, Profile
+from rekindle.strategy import Keep, NumberedOps, Recompute, Selective
 from tests.toys import Stack
 
 pytest.importorskip("scipy")
 
-KEEP = Option("keep", bytes_held=100, forward_seconds=1.0, backward_seconds=2.0)
-DROP = Option("recompute", (), (), 1, 0, 1.0, 3.0, backward_peak=100)
-MANY = Option("select", (0, 1), (), 50, 0, 1.0, 2.25)
-FEW = Option("select", (0,), (), 20, 0, 1.0, 2.5)
-AWAY = Option("select", (), (0,), 5, 15, 1.0, 2.5)
+KEEP = Candidate(Keep(), bytes_held=100, forward_seconds=1.0, backward_seconds=2.0)
+DROP = Candidate(Recompute(), 1, 0, 1.0, 3.0, backward_peak=100)
+MANY = Candidate(Selective(NumberedOps((0, 1))), 50, 0, 1.0, 2.25)
+FEW = Candidate(Selective(NumberedOps((0,))), 20, 0, 1.0, 2.5)
+AWAY = Candidate(Selective(NumberedOps(offloaded=(0,))), 5, 15, 1.0, 2.5)
 BLOCK = BlockProfile("Block", "Block", (KEEP, DROP, MANY, FEW, AWAY))
 
 
@@ -37,7 +38,7 @@ def together(seconds: float, model: nn.Module) -> BlockProfile:
 def test_what_a_step_takes_longer_is_shared_by_its_blocks() -> None:
     alone = 0.5 + 4 * FEW.seconds
     found = together(alone + 2.0, Stack(4))
-    assert [option.seconds for option in found.options] == [3.0, 4.0, 3.75, 4.0, 4.0]
+    assert [option.seconds for option in found.candidates] == [3.0, 4.0, 3.75, 4.0, 4.0]
 
 
 def test_a_step_that_takes_no_longer_changes_nothing() -> None:

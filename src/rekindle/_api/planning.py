@@ -8,7 +8,6 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from rekindle.modules.apply_strategies import apply
 from rekindle.modules.blocks import blocks_of
 from rekindle.modules.unwrapping import class_name
 from rekindle.planner import profile_model
@@ -35,7 +34,7 @@ from rekindle.planner.ranks.rank_sync import (
     require_same_on_ranks,
 )
 from rekindle.planner.ranks.worst_case import outline_of, worst
-from rekindle.planner.runtime import Fitting, Verify, keep_fitted
+from rekindle.planner.runtime import Fitting, Verify, apply_plan, keep_fitted
 from rekindle.planner.trace.fake_profile import Like, imagine
 from rekindle.planner.trace.fake_tensors import has_no_memory
 from rekindle.planner.training_step import Step
@@ -358,7 +357,7 @@ def _fit(
         measured = _agreed_profile(known, "fit")
     step = Step(model, batch, given)
     plan = fitted(step, budget, measured, verify)
-    apply(model, plan)
+    apply_plan(model, plan)
     is_outside = given is not None or step.function is not None
     fitting = Fitting(
         budget,
@@ -402,7 +401,7 @@ def _check_measured(profile: Any, model: nn.Module, batch: Any, loss: Loss | Non
 
 def _spills(profile: Profile) -> bool:
     """Whether it was measured with disk for what is sent away."""
-    return any(option.tier == "disk" for block in profile.blocks for option in block.options)
+    return any(each.tier == "disk" for block in profile.blocks for each in block.candidates)
 
 
 def _need_scipy() -> None:

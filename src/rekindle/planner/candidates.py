@@ -1,163 +1,261 @@
-"""The options of a block that are worth having."""
+"""Candidates of a block that are worth measuring, from its trace: pure functions, without torch.
 
+A candidate names ops by their addresses, or saved tensors by their indices; its costs are filled in
+where it is measured.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rekindle.offload.offload_options import TierName
-from rekindle.planner.trace.block_graph import Graph
-from rekindle.planner.types import Option
-from rekindle.strategy import OpAddress
+from rekindle.planner.op_words import word_of
+from rekindle.planner.types import BlockTrace, Candidate, TracedOp
+from rekindle.strategy import (
+    Keep,
+    NumberedOps,
+    OpAddress,
+    PlannedOps,
+    Recompute,
+    SavedIndices,
+    Selective,
+    TierName,
+)
 
 
-def deriving(derivable: tuple[int, ...], graph: Graph) -> list[Option]:
-    """To make again all that one op gives back, or the large ones of it alone."""
-    sizes = {n: graph.values[v].nbytes for n in derivable if (v := graph.saves[n]) is not None}
-    large = tuple(n for n, nbytes in sizes.items() if 2 * nbytes >= max(sizes.values()))
+def recomputing_saved(derivable: tuple[int, ...], trace: BlockTrace) -> list[Candidate]:
+    """Candidates that make saved tensors again, each by one op: the large ones, and all.
+
+    Args:
+        derivable: indices of the saved tensors that one op makes again from others.
+        trace: the block's trace.
+    """
+    sizes = {
+        index: trace.values[v].nbytes
+        for index in derivable
+        if (v := trace.saved_tensors[index]) is not None
+    }
+    large = tuple(i for i, nbytes in sizes.items() if 2 * nbytes >= max(sizes.values()))
     sets = dict.fromkeys((large, derivable))
-    return [keeping_saves(graph, numbers) for numbers in sets if numbers]
+    return [keeping_saved(trace, indices) for indices in sets if indices]
 
 
-def keeping_saves(graph: Graph, derived: tuple[int, ...] = ()) -> Option:
-    """To keep what autograd saves, but for what one op gives back."""
-    return Option("derive", derived=derived, saves=len(graph.saves))
+def keeping_saved(trace: BlockTrace, recomputed: tuple[int, ...] = ()) -> Candidate:
+    """The candidate that keeps saved tensors by their index, but for some that it makes again."""
+    return Candidate(SavedIndices(tuple(sorted(recomputed)), count=len(trace.saved_tensors)))
 
 
-def selecting(kept: frozenset[int], graph: Graph) -> Option:
-    """To keep the results of some ops, and make the others again."""
-    return addressed(Option("select", tuple(sorted(kept))), graph)
+def selecting(kept: Iterable[int], trace: BlockTrace) -> Candidate:
+    """The candidate that keeps the results of some ops, by number, and recomputes the others."""
+    chosen = set(kept)
+    return Candidate(_selective([op for op in trace.ops if op.number in chosen], []))
 
 
-def addressed(option: Option, graph: Graph) -> Option:
-    """An option that goes op by op, with the addresses of its ops."""
-    if option.fate != "select":
-        return option
-    known = {op.number: op.address for op in graph.ops}
+def _selective(
+    kept: Sequence[TracedOp], offloaded: Sequence[TracedOp], tier: TierName = "host"
+) -> Selective:
+    """The strategy for some ops: by their addresses; by number if the trace has none."""
+    if any(op.address is None for op in (*kept, *offloaded)):
+        return Selective(NumberedOps(_numbers(kept), _numbers(offloaded), tier))
+    return Selective(PlannedOps(_addresses(kept), _addresses(offloaded), tier))
 
-    def addresses(numbers: tuple[int, ...]) -> tuple[OpAddress, ...]:
-        return tuple(address for n in numbers if (address := known.get(n)) is not None)
 
-    return replace(
-        option,
-        kept_ops=addresses(option.kept),
-        offloaded_ops=addresses(option.offloaded),
-    )
+def _numbers(ops: Sequence[TracedOp]) -> tuple[int, ...]:
+    return tuple(sorted(op.number for op in ops))
+
+
+def _addresses(ops: Sequence[TracedOp]) -> tuple[OpAddress, ...]:
+    return tuple(sorted(op.address for op in ops if op.address is not None))
+
+
+def ops_among(named: Iterable[OpAddress | int], trace: BlockTrace) -> list[TracedOp]:
+    """The ops of a trace that have one of some addresses or numbers."""
+    wanted = set(named)
+    return [op for op in trace.ops if op.address in wanted or op.number in wanted]
 
 
 def offloading(
-    option: Option,
-    graph: Graph,
+    candidate: Candidate,
+    trace: BlockTrace,
     host_seconds: tuple[float, float] = (0.0, 0.0),
     tier: TierName = "host",
-) -> list[Option]:
-    """The same with some of what is kept sent away: the largest, and so on to all.
+) -> list[Candidate]:
+    """Candidates that move some of what one keeps: the largest result, the two largest, up to all.
 
-    Time is that of the option, with what each result takes the host, out and back. Whether the link
-    keeps up is seen when blocks are put together.
+    Their times are those of the candidate, and the host's for each result that is moved. Whether
+    the link keeps up shows on the timeline, where blocks are put together.
+
+    Args:
+        candidate: a measured candidate that keeps some results and moves none.
+        trace: the block's trace.
+        host_seconds: host time to copy one result out, and to copy it back.
+        tier: where results are moved to.
     """
-    sizes = _by_save(option, graph) if option.fate == "derive" else _by_op(option, graph)
+    sizes = _movable(candidate, trace)
     worth = max(sum(sizes.values()) // 100, 1)
-    largest = sorted((n for n, nbytes in sizes.items() if nbytes >= worth), key=lambda n: -sizes[n])
+    largest = sorted((key for key, size in sizes.items() if size >= worth), key=lambda k: -sizes[k])
     found = []
     for count in range(1, len(largest) + 1):
-        away = [number for numbers in largest[:count] for number in numbers]
-        moved = sum(sizes[numbers] for numbers in largest[:count])
-        moving = replace(
-            option,
-            kept=tuple(number for number in option.kept if number not in away),
-            offloaded=tuple(sorted(away)),
-            bytes_held=max(option.bytes_held - moved, 0),
-            bytes_moved=moved,
-            backward_peak=option.backward_peak + moved,
-            forward_host=option.forward_host + count * host_seconds[0],
-            backward_host=option.backward_host + count * host_seconds[1],
-            largest_moved=sizes[largest[0]],
-            tier=tier,
+        away = [index for indices in largest[:count] for index in indices]
+        moved = sum(sizes[indices] for indices in largest[:count])
+        found.append(
+            replace(
+                candidate,
+                strategy=_moving(candidate, away, trace, tier),
+                bytes_held=max(candidate.bytes_held - moved, 0),
+                bytes_moved=moved,
+                backward_peak=candidate.backward_peak + moved,
+                forward_host_seconds=candidate.forward_host_seconds + count * host_seconds[0],
+                backward_host_seconds=candidate.backward_host_seconds + count * host_seconds[1],
+                largest_moved=sizes[largest[0]],
+            )
         )
-        found.append(addressed(moving, graph))
     return [] if not found else [*found[:_MOVES], *([found[-1]] if len(found) > _MOVES else [])]
 
 
-def _by_op(option: Option, graph: Graph) -> dict[tuple[int, ...], int]:
-    """The results that an option keeps, by the number of their op, with what is saved of them."""
-    return {
-        (op.number,): sum(graph.values[v].nbytes for v in op.outputs if v in graph.saved)
-        for op in graph.ops
-        if op.number in option.kept and not any(graph.values[v].changes for v in op.outputs)
-    }
-
-
-def _by_save(option: Option, graph: Graph) -> dict[tuple[int, ...], int]:
-    """The results that an option keeps, by their numbers among what is saved."""
-    numbers: dict[int, list[int]] = {}
-    for number, v in enumerate(graph.saves):
-        if v is not None and graph.values[v].maker is not None and not graph.values[v].changes:
-            numbers.setdefault(v, []).append(number)
-    return {
-        tuple(found): graph.values[v].nbytes
-        for v, found in numbers.items()
-        if not set(found) & set(option.derived)
-    }
-
-
 _MOVES = 6
-"""How many of the largest results are sent away one by one, before all of them are."""
+"""How many of the largest results are moved one by one, before all of them are."""
 
 
-def with_casts(options: tuple[Option, ...]) -> tuple[Option, ...]:
-    """A block's options, each with the casts of weights that it holds itself.
+def _moving(
+    candidate: Candidate, away: list[int], trace: BlockTrace, tier: TierName
+) -> Selective | SavedIndices:
+    """A candidate's strategy with some results moved: saved tensors, or ops by their number."""
+    match candidate.strategy:
+        case SavedIndices() as strategy:
+            return replace(strategy, offloaded=tuple(sorted(away)), tier=tier)
+        case Selective(policy=PlannedOps(kept=kept) | NumberedOps(kept=kept)):
+            ops = ops_among(kept, trace)
+            stays = [op for op in ops if op.number not in away]
+            return _selective(stays, [op for op in ops if op.number in away], tier)
+    raise AssertionError(f"{candidate.strategy} keeps no results that could be moved")
+
+
+def _movable(candidate: Candidate, trace: BlockTrace) -> dict[tuple[int, ...], int]:
+    """Bytes of each result that may be moved: by saved indices, or by the number of its op."""
+    values = trace.values
+    match candidate.strategy:
+        case SavedIndices(recomputed=recomputed):
+            indices: dict[int, list[int]] = {}
+            for index, v in enumerate(trace.saved_tensors):
+                if v is not None and values[v].maker is not None and not values[v].changes:
+                    indices.setdefault(v, []).append(index)
+            return {
+                tuple(found): values[v].nbytes
+                for v, found in indices.items()
+                if not set(found) & set(recomputed)
+            }
+        case Selective(policy=PlannedOps(kept=kept) | NumberedOps(kept=kept)):
+            return {
+                (op.number,): sum(values[v].nbytes for v in op.outputs if v in trace.saved)
+                for op in ops_among(kept, trace)
+                if not any(values[v].changes for v in op.outputs)
+            }
+    return {}
+
+
+def with_names(candidate: Candidate, trace: BlockTrace) -> Candidate:
+    """A candidate with words for the ops whose results it keeps, moves and makes again."""
+    largest_first = sorted(
+        trace.ops, key=lambda op: -sum(trace.values[v].nbytes for v in op.outputs)
+    )
+
+    def words(ops: Iterable[TracedOp]) -> tuple[str, ...]:
+        numbers = {op.number for op in ops}
+        return tuple(word_of(op.name) for op in largest_first if op.number in numbers)
+
+    def makers(indices: Iterable[int]) -> list[TracedOp]:
+        found = (trace.saved_tensors[index] for index in indices)
+        return [
+            trace.ops[maker]
+            for v in found
+            if v is not None and (maker := trace.values[v].maker) is not None
+        ]
+
+    match candidate.strategy:
+        case SavedIndices(recomputed=recomputed, offloaded=offloaded):
+            return replace(
+                candidate,
+                recomputed_names=words(makers(recomputed)),
+                offloaded_names=words(makers(offloaded)),
+            )
+        case Selective(
+            policy=PlannedOps(kept=kept, offloaded=offloaded)
+            | NumberedOps(kept=kept, offloaded=offloaded)
+        ):
+            return replace(
+                candidate,
+                kept_names=words(ops_among(kept, trace)),
+                offloaded_names=words(ops_among(offloaded, trace)),
+            )
+    return candidate
+
+
+def with_casts(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """A block's candidates, each with the bytes of weight casts that it holds itself.
 
     Where all is recomputed, only autocast's cache holds casts: what it holds then is all of them.
     """
-    casts = max(option.casts_cached for option in options)
-    return tuple(replace(option, casts_held=casts - option.casts_cached) for option in options)
+    casts = max(candidate.casts_cached for candidate in candidates)
+    return tuple(replace(each, casts_held=casts - each.casts_cached) for each in candidates)
 
 
-def undominated(options: list[Option]) -> list[Option]:
-    """The options without those that another of the same kind makes pointless.
+def undominated(candidates: list[Candidate]) -> list[Candidate]:
+    """The candidates without those that another of the same kind makes pointless.
 
-    Note [What may be pruned]. Seconds are noisy and bytes are not. So an option goes only if
+    Note [What may be pruned]. Seconds are noisy and bytes are not. So a candidate goes only if
     another one of its kind takes no more bytes of any sort and is faster by more than both
     measurements are uncertain; of several that take exactly the same bytes, the fastest stays.
-    Then, whatever the clock said, for each option that was measured one is left that needs no more
-    memory: the least budget of a profile depends on bytes alone. Kinds are apart because plans are
-    made without offload, too, and without going op by op: such a plan finds all of its options.
+    Then, whatever the clock said, for each candidate that was measured one is left that needs no
+    more memory: the least budget of a profile depends on bytes alone. Kinds are apart because plans
+    are made without offload, too, and without going op by op: such a plan finds all of its
+    candidates.
     """
-    ranks = [(option.seconds, place) for place, option in enumerate(options)]
+    ranks = [(candidate.seconds, place) for place, candidate in enumerate(candidates)]
     return [
-        option
-        for option, rank in zip(options, ranks, strict=True)
-        if option.fate in ("keep", "recompute")
+        candidate
+        for candidate, rank in zip(candidates, ranks, strict=True)
+        if candidate.strategy in (Keep(), Recompute())
         or not any(
-            _kind(other) == _kind(option)
-            and (other_rank < rank if _sizes(other) == _sizes(option) else _beats(other, option))
-            for other, other_rank in zip(options, ranks, strict=True)
+            _kind(other) == _kind(candidate)
+            and (
+                other_rank < rank
+                if _sizes(other) == _sizes(candidate)
+                else _beats(other, candidate)
+            )
+            for other, other_rank in zip(candidates, ranks, strict=True)
         )
     ]
 
 
-def _kind(option: Option) -> tuple[str, bool, TierName]:
-    return option.fate, option.bytes_moved > 0, option.tier
+def _kind(candidate: Candidate) -> tuple[type, bool, TierName | None]:
+    return type(candidate.strategy), candidate.bytes_moved > 0, candidate.tier
 
 
-def _beats(other: Option, option: Option) -> bool:
-    """Whether one takes no more bytes than another, and less time beyond doubt."""
-    if any(theirs > own for theirs, own in zip(_sizes(other), _sizes(option), strict=True)):
+def _beats(other: Candidate, candidate: Candidate) -> bool:
+    """Returns whether one takes no more bytes than another, and less time beyond doubt."""
+    if any(theirs > own for theirs, own in zip(_sizes(other), _sizes(candidate), strict=True)):
         return False
-    noise = other.seconds_noise + option.seconds_noise
-    gains = [own - theirs for theirs, own in zip(_times(other), _times(option), strict=True)]
+    noise = other.seconds_noise + candidate.seconds_noise
+    gains = [own - theirs for theirs, own in zip(_times(other), _times(candidate), strict=True)]
     return max(gains) > noise and min(gains) >= -noise
 
 
-def _sizes(option: Option) -> tuple[int, ...]:
-    """All bytes that decide how much memory a step by the option needs."""
-    least_held = option.bytes_held - option.input_let_go
-    moved = option.bytes_moved, option.largest_moved
-    held = option.bytes_held, least_held, option.bytes_held + option.casts_cached
-    return *held, *moved, option.forward_peak, option.backward_peak
+def _sizes(candidate: Candidate) -> tuple[int, ...]:
+    """All bytes that decide how much memory a step by the candidate needs."""
+    held = candidate.bytes_held
+    return (
+        held,
+        held - candidate.input_freed,
+        held + candidate.casts_cached,
+        candidate.bytes_moved,
+        candidate.largest_moved,
+        candidate.forward_peak,
+        candidate.backward_peak,
+    )
 
 
-def _times(option: Option) -> tuple[float, float]:
+def _times(candidate: Candidate) -> tuple[float, float]:
     """Seconds of the device, and of the host."""
     return (
-        option.forward_seconds + option.backward_seconds,
-        option.forward_host + option.backward_host,
+        candidate.forward_seconds + candidate.backward_seconds,
+        candidate.forward_host_seconds + candidate.backward_host_seconds,
     )

@@ -4,12 +4,10 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from rekindle.modules.apply_strategies import apply
 from rekindle.planner import profile_model
 from rekindle.planner.caller_warnings import warn_at_caller
 from rekindle.planner.gradient_fingerprints import Fingerprints
@@ -29,14 +27,12 @@ from rekindle.planner.plan_for_budget import (
 )
 from rekindle.planner.progress import tell
 from rekindle.planner.ranks.rank_sync import all_gather, has_other_ranks, raised_on_all_ranks
-from rekindle.planner.runtime import Fitting, Verify, keep_fitted, plan_of
+from rekindle.planner.runtime import Fitting, Verify, apply_plan, keep_fitted, plan_of
 from rekindle.planner.training_step import Call, Step
-from rekindle.planner.types import Profile
+from rekindle.planner.types import Profile, Solution
 from rekindle.planner.verify import GradientError, verify_gradients
 from rekindle.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from rekindle.planner.solve.solver import Choice  # needs scipy
+from rekindle.strategy import Keep, Recompute, Selective
 
 _log = logging.getLogger("rekindle")
 _TRIES = 4
@@ -58,7 +54,7 @@ def fit_again(model: nn.Module, call: Call, fitting: Fitting) -> Plan:
     plan = fitted(Step(model, call, fitting.loss), fitting.budget, measured, fitting.verify)
     if measured.loss != "given" and fitting.rest_peak:  # nor is it in a step that is measured
         plan = replace(plan, plain_peak=max(plan.plain_peak, plain_prediction(measured).peak))
-    apply(model, plan)
+    apply_plan(model, plan)
     keep_fitted(model, fitting)
     return plan
 
@@ -123,7 +119,7 @@ def fastest_within(step: Step, limit: int, measured: Profile, verify: Verify = "
     try:
         return replace(plan, verified=verify_gradients(step, plan, found, measured, limit))
     except GradientError as error:
-        if all(option.fate in _WHOLE for _, _, option in plan.blocks):
+        if all(candidate.strategy in _WHOLE for _, _, candidate in plan.blocks):
             raise
         other = _of_whole_blocks(step, limit, measured, error)
         warn_at_caller(
@@ -137,7 +133,7 @@ def _of_whole_blocks(step: Step, limit: int, measured: Profile, error: GradientE
     """The fastest plan without the means that may be wrong; the error if there is no such plan."""
     from rekindle.planner.solve import solver  # noqa: PLC0415
 
-    whole = solver.only(measured, lambda option: option.fate in _WHOLE)
+    whole = solver.only(measured, lambda candidate: candidate.strategy in _WHOLE)
     try:
         plan, found = _fastest(step, limit, whole, "gradients")
         assert found is not None, "they were asked for"
@@ -149,7 +145,7 @@ def _of_whole_blocks(step: Step, limit: int, measured: Profile, error: GradientE
     return replace(plan, verified=verified)
 
 
-_WHOLE = ("keep", "recompute")
+_WHOLE = (Keep(), Recompute())
 
 
 _Tried = tuple[Plan, Fingerprints | None]
@@ -195,19 +191,19 @@ def _peak(plan: Plan) -> int:
 
 
 def _with_fewer_means(profile: Profile, plan: Plan) -> Iterator[Profile]:
-    """The profile without the options that move something, then without those op by op.
+    """The profile without the candidates that move something, then without those op by op.
 
-    As far as the plan uses such options.
+    As far as the plan uses such candidates.
     """
     from rekindle.planner.solve import solver  # noqa: PLC0415
 
     if plan.offloads:
         yield solver.without_offload(profile)
-    if any(option.fate == "select" for _, _, option in plan.blocks):
-        yield solver.only(profile, lambda option: option.fate != "select")
+    if any(isinstance(candidate.strategy, Selective) for _, _, candidate in plan.blocks):
+        yield solver.only(profile, lambda each: not isinstance(each.strategy, Selective))
 
 
-def _chosen(measured: Profile, aim: int, is_last: bool) -> "Choice":
+def _chosen(measured: Profile, aim: int, is_last: bool) -> Solution:
     """A choice within an aim, or one that holds least: it may take less than is predicted."""
     from rekindle.planner.solve import solver  # noqa: PLC0415
 

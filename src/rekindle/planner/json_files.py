@@ -1,27 +1,26 @@
-"""Values as JSON files, with no code in them: what is in a file is told by its schema."""
+"""Plans and profiles as JSON files: a schema and a version, no code; older versions are read."""
 
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rekindle.planner import json_schema
 
-_VERSION = 5
+_VERSION = 6
 _OLDEST = 4
 _Value = TypeVar("_Value")
 
 
 def save(value: Any, what: str, path: str | os.PathLike[str]) -> None:
-    """Write a dataclass; `what` it is makes the schema."""
-    values = {"schema": f"rekindle {what}", "version": _VERSION, **asdict(value)}
+    """Write a dataclass; the name `what` of its kind makes the schema."""
+    values = {"schema": f"rekindle {what}", "version": _VERSION, **json_schema.encode(value)}
     Path(path).write_text(json.dumps(values, indent=1), encoding="utf-8")
 
 
 def load(kind: type[_Value], what: str, path: str | os.PathLike[str]) -> _Value:
-    """Read what `save` wrote, this version or an older one; a file that is damaged is refused.
+    """Read a file that `save` wrote, of this version or an older one; refuse a damaged one.
 
     The error names the file, the place in it, what is expected there and what was found.
     """
@@ -43,7 +42,7 @@ def load(kind: type[_Value], what: str, path: str | os.PathLike[str]) -> _Value:
 
 
 def _parsed(path: str | os.PathLike[str]) -> Any:
-    """What a file of JSON says."""
+    """The parsed JSON of a file."""
     name = os.fspath(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -54,10 +53,108 @@ def _parsed(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{name} is not JSON that rekindle reads: it is nested too deep") from None
 
 
-def _from_4(values: dict[str, Any]) -> dict[str, Any]:
+Fields = dict[str, Any]
+"""An object of JSON."""
+
+
+def _from_4(values: Fields) -> Fields:
     """Version 5 has more fields, each with a default, and is read strictly."""
     return values
 
 
-_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {4: _from_4}
-"""By version: what makes the fields of the next version of those in a file."""
+def _from_5(values: Fields) -> Fields:
+    """In version 6, a candidate has a strategy in place of a fate and numbers of results."""
+    if "order" not in values:  # a plan
+        return {**values, "blocks": _each(values.get("blocks"), _planned_block)}
+    return {**values, "blocks": _each(values["blocks"], _block_profile)}
+
+
+def _block_profile(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    renamed = {_RENAMED_IN_6.get(name, name): value for name, value in values.items()}
+    if "candidates" in renamed:
+        renamed["candidates"] = _each(renamed["candidates"], _candidate)
+    return renamed
+
+
+def _planned_block(values: Any) -> Any:
+    is_whole = isinstance(values, list) and len(values) == 3
+    return [*values[:2], _candidate(values[2])] if is_whole else values
+
+
+def _candidate(values: Any) -> Any:
+    """A candidate of what was an option; whatever does not fit is left for the schema to refuse."""
+    if not isinstance(values, dict):
+        return values
+    old = {name: values.get(name, default) for name, default in _OLD_STRATEGY.items()}
+    renamed = {
+        _RENAMED_IN_6.get(name, name): value
+        for name, value in values.items()
+        if name not in _OLD_STRATEGY
+    }
+    return {"strategy": _strategy(**old), **renamed}
+
+
+_RENAMED_IN_6 = {
+    "options": "candidates",
+    "output_let_go": "output_freed",
+    "input_let_go": "input_freed",
+    "forward_host": "forward_host_seconds",
+    "backward_host": "backward_host_seconds",
+    "derived_names": "recomputed_names",
+}
+_OLD_STRATEGY: Fields = {
+    "fate": None,
+    "kept": [],
+    "offloaded": [],
+    "derived": [],
+    "tier": "host",
+    "saves": 0,
+    "kept_ops": [],
+    "offloaded_ops": [],
+}
+"""Fields of an option that say what is done with activations, with their defaults."""
+
+
+def _strategy(
+    *,
+    fate: Any,
+    kept: Any,
+    offloaded: Any,
+    derived: Any,
+    tier: Any,
+    saves: Any,
+    kept_ops: Any,
+    offloaded_ops: Any,
+) -> Any:
+    """The JSON of the strategy that an option stood for."""
+    if fate == "select":
+        by_address = bool(kept_ops or offloaded_ops)
+        policy = {
+            "policy": "planned_ops" if by_address else "numbered_ops",
+            "kept": _sorted_ops(kept_ops) if by_address else kept,
+            "offloaded": _sorted_ops(offloaded_ops) if by_address else offloaded,
+            "tier": tier,
+        }
+        return {"strategy": "selective", "policy": policy}
+    if fate == "derive":
+        moved = {"offloaded": offloaded, "tier": tier}
+        return {"strategy": "saved_indices", "recomputed": derived, **moved, "count": saves}
+    return {"strategy": fate}
+
+
+def _sorted_ops(found: Any) -> Any:
+    """Addresses of ops, which a strategy has sorted."""
+    try:
+        return sorted(found, key=lambda op: (op["module"], op["op"], op["index"], op["count"]))
+    except (KeyError, TypeError):
+        return found
+
+
+def _each(found: Any, change: Callable[[Any], Any]) -> Any:
+    return [change(each) for each in found] if isinstance(found, list) else found
+
+
+_MIGRATIONS: dict[int, Callable[[Fields], Fields]] = {4: _from_4, 5: _from_5}
+"""By version: the function that makes the fields of the next version."""

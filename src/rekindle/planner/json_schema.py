@@ -1,10 +1,10 @@
 """Checks parsed JSON against the annotated fields of a dataclass, and builds the value.
 
 The annotations are the schema: a field that is added to a dataclass is checked without a change
-here. Understood are `int`, `float`, `str`, `bool`, `None`, `Literal`, unions, tuples and other
-dataclasses. Whole numbers count things or bytes, so they are not negative unless a field says
-`Difference`; neither are other numbers, which are finite too. What has to hold between fields a
-class says itself, in a method `inconsistencies`.
+here. Understood are `int`, `float`, `str`, `bool`, `None`, `Literal`, unions, tuples, other
+dataclasses, and strategies (`strategy_json`). Whole numbers count things or bytes, so they
+are not negative unless a field says `Difference`; neither are other numbers, which are finite too.
+A class checks what has to hold between its fields in a method `inconsistencies`.
 """
 
 import dataclasses
@@ -14,6 +14,9 @@ from functools import cache
 from reprlib import Repr
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 from typing import get_type_hints as hints_of
+
+from rekindle.strategy import Strategy
+from rekindle.strategy_json import from_json, to_json
 
 _Value = TypeVar("_Value")
 _LARGEST = 2**63 - 1
@@ -37,10 +40,21 @@ class SchemaError(ValueError):
         super().__init__(f"{place} should be {expected}, but is {found}")
 
 
+def encode(value: Any) -> Any:
+    """The JSON of a value: dataclasses as objects, tuples as lists."""
+    if isinstance(value, tuple):
+        return [encode(each) for each in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    if isinstance(value, Strategy):
+        return to_json(value)
+    return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+
+
 def build(
     kind: Callable[..., _Value], values: Any, place: str = "", fills_in: bool = False
 ) -> _Value:
-    """A dataclass of parsed JSON, or `SchemaError`.
+    """Build a dataclass from parsed JSON; raise `SchemaError` if it does not fit.
 
     Args:
         kind: the dataclass.
@@ -91,6 +105,8 @@ def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
 def _value(hint: Any, found: Any, place: str, fills_in: bool) -> Any:
     """A value of an annotated type."""
     origin = get_origin(hint)
+    if hint is Strategy:
+        return from_json(found, place)
     if dataclasses.is_dataclass(hint):
         return build(hint, found, place, fills_in)  # type: ignore[arg-type]
     if origin is tuple:

@@ -12,13 +12,13 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from rekindle.planner.trace.block_graph import Graph
+from rekindle.planner.types import BlockTrace
 
 _LEVELS = (0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 """Shares of what plain autograd holds."""
 
 
-def keep_sets(graph: Graph) -> list[frozenset[int]]:
+def keep_sets(graph: BlockTrace) -> list[frozenset[int]]:
     """Numbers of ops whose results are kept, from many to few; each set once."""
     saved = sum(graph.values[v].nbytes for v in graph.saved)
     found: dict[frozenset[int], None] = {}
@@ -29,7 +29,7 @@ def keep_sets(graph: Graph) -> list[frozenset[int]]:
     return list(found)
 
 
-def best_to_keep(graph: Graph, nbytes: int) -> frozenset[int] | None:
+def best_to_keep(graph: BlockTrace, nbytes: int) -> frozenset[int] | None:
     """The ops to keep the results of, so that at most so many bytes are held; None if none do.
 
     What cannot be made again is held in any case, and does not count.
@@ -71,7 +71,7 @@ def best_to_keep(graph: Graph, nbytes: int) -> frozenset[int] | None:
     return frozenset(op.number for i, op in enumerate(ops) if result.x[keep + i] > 0.5)
 
 
-def _needs(graph: Graph) -> Iterable[tuple[int, int, int | None]]:
+def _needs(graph: BlockTrace) -> Iterable[tuple[int, int, int | None]]:
     """Values that can be made again, by whom, and for whom: an op, or None for backward."""
     for v in sorted(graph.saved):
         maker = graph.values[v].maker

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle.errors import RekindleError
 from rekindle.planner.plan import Plan
 from rekindle.planner.ranks.rank_sync import all_gather, on_first_rank
 from rekindle.planner.timeline import simulate
-from rekindle.planner.types import Option, Prediction, Profile
+from rekindle.planner.types import Candidate, Prediction, Profile, Solution
 from rekindle.sizes import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from rekindle.planner.solve.solver import Choice  # needs scipy
+from rekindle.strategy import Keep
 
 
 class BudgetError(RekindleError):
@@ -23,7 +21,7 @@ def solved(profile: Profile, limit: int) -> Plan:
     """The plan for a budget; an error that says what would work, if there is none."""
     from rekindle.planner.solve import solver  # noqa: PLC0415
 
-    def chosen() -> "Choice":
+    def chosen() -> Solution:
         choice = solver.choose(profile, limit)
         if choice is not None:
             return choice
@@ -38,35 +36,35 @@ def solved(profile: Profile, limit: int) -> Plan:
     return plan_chosen(profile, limit, chosen)
 
 
-def plan_chosen(profile: Profile, limit: int, choose: "Callable[[], Choice]") -> Plan:
+def plan_chosen(profile: Profile, limit: int, choose: Callable[[], Solution]) -> Plan:
     """The plan by what the first rank chooses: a solver that stops by the clock chooses anything.
 
-    Each rank has the options of its own profile at the places in the menus that were chosen.
+    Each rank has the candidates of its own profile at the places in the menus that were chosen.
     """
 
     def decision() -> tuple[list[int], Prediction, float]:
         choice = choose()
-        menus = (profile.options(i) for i in range(len(profile.order)))
-        places = [menu.index(o) for menu, o in zip(menus, choice.options, strict=True)]
+        menus = (profile.candidates(i) for i in range(len(profile.order)))
+        places = [menu.index(o) for menu, o in zip(menus, choice.candidates, strict=True)]
         return places, choice.prediction, choice.gap
 
     places, prediction, gap = on_first_rank(decision)
-    options = [profile.options(i)[place] for i, place in enumerate(places)]
-    return plan_by(profile, limit, options, prediction, gap)
+    candidates = [profile.candidates(i)[place] for i, place in enumerate(places)]
+    return plan_by(profile, limit, candidates, prediction, gap)
 
 
 def with_nearby(profile: Profile, plan: Plan) -> Plan:
     """A plan, with what less memory and more would change."""
     from rekindle.planner.sensitivity import nearby  # noqa: PLC0415
 
-    options = tuple(option for _, _, option in plan.blocks)
+    candidates = tuple(candidate for _, _, candidate in plan.blocks)
     now = Prediction(plan.predicted_peak, plan.predicted_time)
-    less, more = on_first_rank(lambda: nearby(profile, plan.budget, options, now))
+    less, more = on_first_rank(lambda: nearby(profile, plan.budget, candidates, now))
     return replace(plan, less=less, more=more)
 
 
 def plan_by(
-    profile: Profile, budget: int, options: Sequence[Option], found: Prediction, gap: float
+    profile: Profile, budget: int, candidates: Sequence[Candidate], found: Prediction, gap: float
 ) -> Plan:
     """Options for the blocks as a plan, with what was found of them."""
     plain = plain_prediction(profile)
@@ -82,8 +80,8 @@ def plan_by(
         gap=min(gap, 1.0),
         peak_at=found.at,
         blocks=tuple(
-            (path, profile.blocks[index].kind, option)
-            for (path, index), option in zip(profile.order, options, strict=True)
+            (path, profile.blocks[index].kind, candidate)
+            for (path, index), candidate in zip(profile.order, candidates, strict=True)
         ),
         inputs=profile.inputs,
         unused=profile.unused,
@@ -96,10 +94,10 @@ def plain_prediction(profile: Profile) -> Prediction:
     return simulate(profile, plain_options(profile))
 
 
-def plain_options(profile: Profile) -> list[Option]:
-    """The options by which every block runs as without a plan."""
-    menus = (profile.options(i) for i in range(len(profile.order)))
-    return [next(option for option in menu if option.fate == "keep") for menu in menus]
+def plain_options(profile: Profile) -> list[Candidate]:
+    """The candidates by which every block runs as without a plan."""
+    menus = (profile.candidates(i) for i in range(len(profile.order)))
+    return [next(candidate for candidate in menu if candidate.strategy == Keep()) for menu in menus]
 
 
 def budget_bytes(profile: Profile, budget: int | str) -> int:

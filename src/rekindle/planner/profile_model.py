@@ -2,7 +2,7 @@
 
 One step runs with every block recomputed, to see the order of the blocks, what they are given, and
 what the rest of the step takes. Then each distinct block is run alone, forward and backward, by
-every option that is worth having: bytes and times are those of the real thing.
+every candidate that is worth having: bytes and times are those of the real thing.
 """
 
 from dataclasses import dataclass, replace
@@ -32,8 +32,9 @@ from rekindle.planner.timeline import cached_after_blocks, simulate
 from rekindle.planner.trace.block_signature import Traits, traits_of
 from rekindle.planner.trace.step_trace import Call, Seen, outline
 from rekindle.planner.training_step import Step, shape_of, shapes_of
-from rekindle.planner.types import BlockProfile, Option, Profile
+from rekindle.planner.types import BlockProfile, Candidate, Profile
 from rekindle.regions.recompute import ambient
+from rekindle.strategy import Recompute
 from rekindle.torch_private.data_parallel import gathered_around
 
 
@@ -156,13 +157,13 @@ def _refuse_scripts(blocks: dict[str, nn.Module]) -> None:
 
 def _passed(seen: tuple[int, ...], blocks: list[BlockProfile]) -> tuple[int, ...]:
     """What each block is handed that nobody holds, not even the block that made it."""
-    let_go = [0, *(block.output_let_go for block in blocks)]
+    let_go = [0, *(block.output_freed for block in blocks)]
     return tuple(min(pair) for pair in zip(seen, let_go, strict=False))
 
 
 def _has_casts(blocks: list[BlockProfile]) -> bool:
     """Whether autocast caches casts of any block's weights."""
-    return any(option.casts_cached for block in blocks for option in block.options)
+    return any(each.casts_cached for block in blocks for each in block.candidates)
 
 
 def _recomputed_seconds(profile: Profile) -> float:
@@ -170,10 +171,10 @@ def _recomputed_seconds(profile: Profile) -> float:
     return simulate(profile, _recomputed(profile)).seconds
 
 
-def _recomputed(profile: Profile) -> list[Option]:
-    """For each block, the option that recomputes all of it."""
-    menus = (profile.options(i) for i in range(len(profile.order)))
-    return [next(option for option in menu if option.fate == "recompute") for menu in menus]
+def _recomputed(profile: Profile) -> list[Candidate]:
+    """For each block, the candidate that recomputes all of it."""
+    menus = (profile.candidates(i) for i in range(len(profile.order)))
+    return [next(each for each in menu if each.strategy == Recompute()) for menu in menus]
 
 
 def _profiles(
@@ -191,8 +192,8 @@ def _profiles(
         own = first.get(number)
         if own is None:
             path = next(path for path, other in joint.numbers.items() if other == number)
-            options = with_casts(joint_menu(None, bench.bytes_per_second, bench.tier))
-            found = BlockProfile(class_name(blocks[path]), kind[0], options, kind[1], _NOT_RUN)
+            candidates = with_casts(joint_menu(None, bench.bytes_per_second, bench.tier))
+            found = BlockProfile(class_name(blocks[path]), kind[0], candidates, kind[1], _NOT_RUN)
         else:
             key = seen.keys[own]
             call = seen.calls.pop(key) if last_use[key] == number else seen.calls[key]
@@ -210,8 +211,8 @@ def _block_profile(
     if bench.known is not None:
         return _known_block(bench.known, path, signature, around)
     run = Lone(block, call, bench.device, bench.clock, seen.around[seen.keys[path]])
-    options = with_casts(joint_menu(run, bench.bytes_per_second, bench.tier))
-    return BlockProfile(class_name(block), signature, options, around, run.output_let_go)
+    candidates = with_casts(joint_menu(run, bench.bytes_per_second, bench.tier))
+    return BlockProfile(class_name(block), signature, candidates, around, run.output_freed)
 
 
 _NOT_RUN = 2**62

@@ -1,4 +1,4 @@
-"""A plan that stands on a model while it trains.
+"""A plan that stands on a model while it trains: it is checked against the model, and applied.
 
 It sees what the model is called with: a call with more than was planned for is planned anew where
 the budget is known, and said in a log line where it is not. And it adds what was foreseen to an
@@ -8,6 +8,7 @@ error of memory.
 import logging
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any, Literal
@@ -16,9 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.module_attachment import attach, attached
+from rekindle.modules.apply_strategies import Applied, What, apply
+from rekindle.modules.blocks import unwrapped_blocks
 from rekindle.modules.caches import forbid_cache
 from rekindle.modules.forward import forward_of, put
-from rekindle.modules.unwrapping import unwrapped
+from rekindle.modules.unwrapping import class_name, places, unwrapped
+from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.compiled_modules import compiled_around
 from rekindle.planner.input_shapes import Shapes, elements, input_shapes, told
 from rekindle.planner.loss import Loss
@@ -248,10 +252,59 @@ def _see_out(_block: nn.Module, _args: Any, out: Any) -> None:
             leaf.register_hook(lambda _: begin_backward())
 
 
+@dataclass(frozen=True)
+class _PlanForModel:
+    """A plan, as `modules.apply_strategies.apply` takes it."""
+
+    plan: Plan
+
+    def fates(self, model: nn.Module) -> Mapping[str, What]:
+        """The strategies by the model's module paths."""
+        return strategies_for(self.plan, model)
+
+    def stand_on(self, model: nn.Module) -> None:
+        """Attach the plan to a model that runs by it."""
+        stand(self.plan, model)
+
+
+def apply_plan(model: nn.Module, plan: Plan) -> Applied:
+    """Apply a plan to a model, after checking that it is for this model; all of it or nothing."""
+    return apply(model, _PlanForModel(plan))
+
+
+def strategies_for(plan: Plan, model: nn.Module) -> Mapping[str, What]:
+    """What each block of a model is given, by its path; an error if the plan is for another one."""
+    if plan.model not in (class_name(model), type(model).__name__):
+        raise ValueError(f"The plan is for a {plan.model}, but the model is a {class_name(model)}")
+    where = planned_paths(model)
+    for path, kind, _ in plan.blocks:
+        block = model.get_submodule(where[path]) if path in where else None
+        found = "nothing" if block is None else class_name(block)
+        if block is None or kind not in (found, type(block).__name__):
+            raise ValueError(f"The plan has a {kind} at {path!r}, but the model has {found}")
+    planned = {path for path, _, _ in plan.blocks} | set(plan.unused)
+    blocks = unwrapped_blocks(model)
+    unplanned = [path for path in blocks if path not in planned]
+    if unplanned and planned & set(blocks):
+        raise ValueError(f"The model has a block that the plan has not: {unplanned[0]!r}")
+    skipped = () if plan.keeps_all else (path for path in plan.unused if path in where)
+    fates = {where[path]: what_of(candidate.strategy) for path, _, candidate in plan.blocks}
+    return {**{where[path]: "recompute" for path in skipped}, **fates}
+
+
+def planned_paths(model: nn.Module) -> dict[str, str]:
+    """The model's own path of each module, by the path that a plan has for it.
+
+    A plan's paths have no wrappers in them, but in a file of an older rekindle.
+    """
+    own = {path: path for path, _ in model.named_modules(remove_duplicate=False)}
+    return {**own, **places(model)}
+
+
 def stand(plan: Plan, model: nn.Module) -> None:
     """Let a plan stand on a model that runs by it; `rekindle.remove` takes it off."""
     standing = Standing(plan, model)
-    where = plan.places(model)
+    where = planned_paths(model)
     blocks = {model.get_submodule(where[path]) for path, _, _ in plan.blocks}
     left_alone = {m for block in blocks - {model} for m in block.modules() if plan.keeps_all}
     last = model.get_submodule(where[plan.blocks[-1][0]]) if plan.offloads else None
@@ -279,7 +332,7 @@ def keep_fitted(model: nn.Module, fitting: Fitting) -> None:
     standing = _on(model)
     assert standing is not None, "its plan was applied"
     standing.fitting = fitting
-    where = standing.plan.places(model)
+    where = planned_paths(model)
     if forward_of(model) is None and any(not where[path] for path, _, _ in standing.plan.blocks):
         put(model, "plain")  # so that the call that finds it too small can run by another plan
 

@@ -7,7 +7,7 @@ elsewhere the plan itself is changed step by step: that fits, and is close to th
 from dataclasses import replace
 
 from rekindle.planner.solve import solver
-from rekindle.planner.types import Nearby, Option, Prediction, Profile
+from rekindle.planner.types import Candidate, Nearby, Prediction, Profile, Solution
 
 _SHARE = 10
 _LOOKS = 50_000
@@ -15,12 +15,12 @@ _LOOKS = 50_000
 
 
 def nearby(
-    profile: Profile, budget: int, options: tuple[Option, ...], now: Prediction
+    profile: Profile, budget: int, candidates: tuple[Candidate, ...], now: Prediction
 ) -> tuple[Nearby | None, Nearby | None]:
-    """A step with less memory and with more than one by these options, made for this budget."""
+    """A step with less memory and with more than one by these candidates, made for this budget."""
     used = min(budget, now.peak)  # of a budget with room to spare, less costs nothing
     part = max((used - profile.static_bytes) // _SHARE, 1)
-    choice = solver.Choice(options, now, 0.0)
+    choice = Solution(candidates, now, 0.0)
     less = _within(profile, used - part, choice)
     if less is not None and less.seconds is not None:
         less = replace(less, seconds=max(less.seconds, now.seconds))
@@ -30,7 +30,7 @@ def nearby(
     return less, more
 
 
-def _within(profile: Profile, limit: int, choice: solver.Choice) -> Nearby | None:
+def _within(profile: Profile, limit: int, choice: Solution) -> Nearby | None:
     """A step within a limit; None if it is not known."""
     if solver.counts(profile) and not solver.moves(profile):
         found = solver.choose(profile, limit)

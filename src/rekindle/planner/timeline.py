@@ -3,44 +3,46 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rekindle.planner.types import Option, Prediction, Profile
+from rekindle.planner.types import Candidate, Prediction, Profile
 
 
-def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
-    """What happens if each block runs by its option, in the order of the forward.
+def simulate(profile: Profile, candidates: Sequence[Candidate]) -> Prediction:
+    """What happens if each block runs by its candidate, in the order of the forward.
 
     The offload engine lets two large results leave late: its lead, as `offload.choose.lead_of` has
     it, with the largest result for a large one. What comes back does so in time.
     """
-    lead = 2 * max((option.largest_moved for option in options), default=0)
-    stays = _stays(options, lead)
-    moves = [option.bytes_moved - stay for option, stay in zip(options, stays, strict=True)]
+    lead = 2 * max((candidate.largest_moved for candidate in candidates), default=0)
+    stays = _stays(candidates, lead)
+    moves = [
+        candidate.bytes_moved - stay for candidate, stay in zip(candidates, stays, strict=True)
+    ]
     late = lead if any(moves) else 0
-    between = profile.between or (0,) * len(options)
-    gone = _gone(profile, options)
+    between = profile.between or (0,) * len(candidates)
+    gone = _gone(profile, candidates)
     course = _Course(profile.bytes_per_second)
     points = [profile.first_peak - profile.before_bytes]
     held = sent = 0
-    cached, again, pending = _casts(profile, options)
-    for i, option in enumerate(options):
+    cached, again, pending = _casts(profile, candidates)
+    for i, candidate in enumerate(candidates):
         held += between[i]
         on_the_way = min(course.leaving + late, sent)
-        points.append(held + cached[i] + on_the_way + option.forward_peak)
-        held += option.bytes_held + stays[i] - gone[i] - again[i]
+        points.append(held + cached[i] + on_the_way + candidate.forward_peak)
+        held += candidate.bytes_held + stays[i] - gone[i] - again[i]
         sent += moves[i]
-        course.forward(option, moves[i])
+        course.forward(candidate, moves[i])
     until_emptied = cached[-1] + profile.cached_rest_peak
     in_backward = cached[-1] if profile.casts_in_backward else 0
     rest = max(until_emptied, in_backward + profile.rest_peak)
     points.append(held + min(course.leaving + late, sent) + rest)
     course.turn(profile.rest_seconds)
-    spans = [course.backward(options[i], moves[i]) for i in range(len(options) - 1, -1, -1)]
+    spans = [course.backward(candidates[i], moves[i]) for i in range(len(candidates) - 1, -1, -1)]
     ahead = _ahead(moves, spans[::-1], lead // 2, profile.bytes_per_second) if sent else moves
-    for i in range(len(options) - 1, -1, -1):
-        option, stay = options[i], stays[i]
+    for i in range(len(candidates) - 1, -1, -1):
+        candidate, stay = candidates[i], stays[i]
         there = held + in_backward + profile.output_held
-        points.append(there + option.backward_peak - stay + ahead[i])
-        held -= option.bytes_held + stay + between[i] - gone[i] - again[i]
+        points.append(there + candidate.backward_peak - stay + ahead[i])
+        held -= candidate.bytes_held + stay + between[i] - gone[i] - again[i]
         held += pending[i]
     points.append(profile.last_peak - profile.before_bytes)
     highest = max(points)
@@ -48,12 +50,14 @@ def simulate(profile: Profile, options: Sequence[Option]) -> Prediction:
     return Prediction(base + highest, course.seconds, _told(profile, points.index(highest)))
 
 
-def cached_after_blocks(profile: Profile, options: Sequence[Option]) -> int:
+def cached_after_blocks(profile: Profile, candidates: Sequence[Candidate]) -> int:
     """Bytes of casts that autocast's cache alone holds after the last block's forward."""
-    return _casts(profile, options)[0][-1]
+    return _casts(profile, candidates)[0][-1]
 
 
-def _casts(profile: Profile, options: Sequence[Option]) -> tuple[list[int], list[int], list[int]]:
+def _casts(
+    profile: Profile, candidates: Sequence[Candidate]
+) -> tuple[list[int], list[int], list[int]]:
     """Bytes of weight casts, by place: Note [How long casts live] in cast_cache.py.
 
     First, those that autocast's cache alone holds before each block and, at the end, after all.
@@ -61,43 +65,43 @@ def _casts(profile: Profile, options: Sequence[Option]) -> tuple[list[int], list
     cast once, as long as the cache is not emptied. Third, how the gradients of casts change that
     wait for more: one cast has one gradient, so that of a block's last call waits for its first.
     """
-    count = len(options)
+    count = len(candidates)
     cached, again, pending = [0] * (count + 1), [0] * count, [0] * count
     epochs = profile.cast_epochs
     if not epochs:
         return cached, again, pending
     first: dict[str, int] = {}
     last: dict[str, int] = {}
-    for i, option in enumerate(options):
+    for i, candidate in enumerate(candidates):
         path = profile.order[i][0]
-        casts = option.casts_cached + option.casts_held
+        casts = candidate.casts_cached + candidate.casts_held
         if i and epochs[i] != epochs[i - 1]:
             first.clear()
             cached[i] = 0
         if path in first:
-            again[i] = option.casts_held
+            again[i] = candidate.casts_held
             cached[i + 1] = cached[i]
             pending[last[path]] -= casts if last[path] != first[path] else 0
             pending[first[path]] = -casts
             pending[i] = casts
         else:
             first[path] = i
-            cached[i + 1] = cached[i] + option.casts_cached
+            cached[i + 1] = cached[i] + candidate.casts_cached
         last[path] = i
     return cached, again, pending
 
 
-def _gone(profile: Profile, options: Sequence[Option]) -> Sequence[int]:
+def _gone(profile: Profile, candidates: Sequence[Candidate]) -> Sequence[int]:
     """Of what each block is given, bytes that are gone after its forward.
 
     They are the output of the block before, which counts as held until then; and again in that
     one's backward, whose peak is told from there.
     """
     if not profile.passed:
-        return (0,) * len(options)
+        return (0,) * len(candidates)
     return [
-        option.input_let_go if option.input_let_go < passed else passed
-        for passed, option in zip(profile.passed, options, strict=True)
+        candidate.input_freed if candidate.input_freed < passed else passed
+        for passed, candidate in zip(profile.passed, candidates, strict=True)
     ]
 
 
@@ -114,16 +118,16 @@ def _told(profile: Profile, point: int) -> str:
     return f"the {way} of {profile.order[i][0] or 'the model'}"
 
 
-def _stays(options: Sequence[Option], lead: int) -> list[int]:
+def _stays(candidates: Sequence[Candidate], lead: int) -> list[int]:
     """Bytes of each block that are to move and do not, from the last block on, `lead` in all.
 
     The backward wants them first, so the offload engine keeps as much as two large results.
     """
-    stays = [0] * len(options)
-    for i in range(len(options) - 1, -1, -1):
+    stays = [0] * len(candidates)
+    for i in range(len(candidates) - 1, -1, -1):
         if not lead:
             break
-        stays[i] = min(options[i].bytes_moved, lead)
+        stays[i] = min(candidates[i].bytes_moved, lead)
         lead -= stays[i]
     return stays
 
@@ -171,10 +175,10 @@ class _Course:
     leaving: int = 0
     """Bytes on their way out when something was last sent: until then it is let go, not after."""
 
-    def forward(self, option: Option, moved: int) -> None:
+    def forward(self, candidate: Candidate, moved: int) -> None:
         """A block's forward, with what it sends away: as it is made."""
         began = self.seconds
-        self._work(option.forward_seconds, option.forward_host)
+        self._work(candidate.forward_seconds, candidate.forward_host_seconds)
         if moved:
             begin = max(self.free_at, (began + self.seconds) / 2)
             self.free_at = max(begin + moved / self.rate, self.seconds)
@@ -185,7 +189,7 @@ class _Course:
         self.seconds = max(self.seconds + seconds, self.free_at + seconds / 2)
         self.free_at = self.room_at = self.seconds
 
-    def backward(self, option: Option, moved: int) -> tuple[float, float]:
+    def backward(self, candidate: Candidate, moved: int) -> tuple[float, float]:
         """A block's backward, for which something has to come back: the next one ahead of it.
 
         Returns when it begins and ends.
@@ -195,7 +199,7 @@ class _Course:
             self.free_at, self.room_at = came, max(self.seconds, came)
             self.seconds = max(self.seconds, came)
         start = self.seconds
-        self._work(option.backward_seconds, option.backward_host)
+        self._work(candidate.backward_seconds, candidate.backward_host_seconds)
         return start, self.seconds
 
     def _work(self, seconds: float, host: float) -> None:

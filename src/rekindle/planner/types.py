@@ -1,159 +1,252 @@
-"""What passes between measuring, choosing and applying: plain values, that print and compare."""
+"""Values that pass between tracing, measuring, solving and applying: frozen, printed, compared.
 
+```
+BlockTrace ─candidates─▶ Candidate ─measure─▶ Profile ─solve─▶ Solution ─▶ Plan
+```
+
+A `Plan` has a file of its own, `plan.py`. Nothing here imports torch.
+"""
+
+import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
-from rekindle.offload.offload_options import FATE_OF_TIER, TierName
 from rekindle.planner import json_files
 from rekindle.planner.json_schema import Difference, Inconsistency
-from rekindle.strategy import OpAddress
+from rekindle.strategy import (
+    Keep,
+    NumberedOps,
+    OpAddress,
+    PlannedOps,
+    Recompute,
+    SavedIndices,
+    Selective,
+    Strategy,
+    TierName,
+)
 
 LossSource: TypeAlias = Literal["model", "given", "none"]
 """Where a step's loss comes from: the model, or the function that is the step, returns it; it was
 given as `loss=`; or there is none, and the sum of the outputs stands for it."""
 
-OptionFate: TypeAlias = Literal["keep", "recompute", "derive", "select"]
+
+@dataclass(frozen=True)
+class TracedOp:
+    """One op of a block's forward that can be run again."""
+
+    number: int
+    """The op's number in its region (`ctx.number` of a policy)."""
+    name: str
+    seconds: float
+    """An estimate of its device time, to be compared with that of other ops."""
+    inputs: tuple[int, ...]
+    """Indices of the values it is given that the block made."""
+    outputs: tuple[int, ...]
+    """Indices of the values it makes."""
+    address: OpAddress | None = None
 
 
 @dataclass(frozen=True)
-class Option:
-    """One way to run a block, and what it costs."""
+class TracedValue:
+    """One storage that a block's forward made."""
 
-    fate: OptionFate
-    """`keep` (plain), `recompute` (all of it), `derive` or `select`.
+    nbytes: int
+    maker: int | None
+    """Index of the op that makes it; None if no op can make it again: it is held if needed."""
+    changes: bool = False
+    """True if it is written to after it was made: a copy made at once would be out of date."""
 
-    `select` goes op by op: it can recompute anything, but has the host look at every op. `derive`
-    goes by what autograd saves, and makes again what one op gives back.
+
+@dataclass(frozen=True)
+class BlockTrace:
+    """The forward of a block as a graph: its ops, what they make, and what autograd saves."""
+
+    ops: tuple[TracedOp, ...]
+    values: tuple[TracedValue, ...]
+    saved: frozenset[int]
+    """Indices of the values that autograd saves."""
+    saved_tensors: tuple[int | None, ...] = ()
+    """What autograd saves, in order: a value's index, or None for a tensor from outside."""
+    communicates: bool = False
+    """True if the block runs collectives: ranks then have to recompute the same ones."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the values that autograd saves."""
+        return sum(self.values[v].nbytes for v in self.saved)
+
+    def structure(self) -> str:
+        """A digest of all but sizes and seconds: equal where the same ops run."""
+        ops = [replace(op, seconds=0.0) for op in self.ops]
+        values = [replace(value, nbytes=0) for value in self.values]
+        text = repr((ops, values, sorted(self.saved), self.saved_tensors))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One strategy for a block, with what it costs.
+
+    Bytes are of device memory, and peaks are above what is there before the forward or the backward
+    begins. Seconds are of the device, but for those that are called the host's.
     """
-    kept: tuple[int, ...] = ()
-    """With `select`: numbers of the ops whose results stay."""
-    offloaded: tuple[int, ...] = ()
-    """What goes away, to `tier`: numbers of ops with `select`, of what is saved with `derive`."""
+
+    strategy: Strategy
+    """`Keep`, `Recompute`, `SavedIndices`, or `Selective` with `PlannedOps` or `NumberedOps`.
+
+    `Selective` can recompute anything, but has the host look at every op. `SavedIndices` goes by
+    what autograd saves, and makes again what one op gives back.
+    """
     bytes_held: int = 0
-    """What the forward leaves on the device, its output included."""
+    """Bytes that the forward leaves on the device for the backward, its output included."""
     bytes_moved: int = 0
-    """What goes away, and comes back."""
+    """Bytes that are copied to the strategy's tier, and back."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     forward_peak: int = 0
-    """The most that the forward has on the device, above what was there before it."""
+    """Bytes of the forward's highest point: what it holds in the end, and its workspace."""
     backward_peak: Difference = 0
-    """The most that the backward has on the device, above what was there before it."""
-    kept_names: tuple[str, ...] = ()
-    """Words for the ops of `kept`, the largest result first: for people."""
-    offloaded_names: tuple[str, ...] = ()
-    derived: tuple[int, ...] = ()
-    """With `derive`: numbers of what is saved and one op makes again."""
-    derived_names: tuple[str, ...] = ()
-    forward_host: float = 0.0
-    """Seconds that the host takes to have the device do it; 0 where they are one."""
-    backward_host: float = 0.0
+    """Bytes of the backward's highest point, such as a replay's results and gradients."""
+    forward_host_seconds: float = 0.0
+    """Seconds in which the host launches the forward; 0 where host and device are one."""
+    backward_host_seconds: float = 0.0
     largest_moved: int = 0
     """Bytes of the largest result that is moved."""
-    tier: TierName = "host"
-    """Where results go that are moved: `host` memory or `disk`."""
-    input_let_go: int = 0
-    """Bytes of what it is given that it does not hold, once its forward is over."""
+    input_freed: int = 0
+    """Bytes of its input that it does not hold after its forward."""
     seconds_noise: float = 0.0
     """Seconds by which its runs, forward and backward, differed when it was measured."""
     casts_cached: int = 0
     """Bytes of casts of its weights that autocast's cache alone holds after its forward."""
     casts_held: int = 0
     """Bytes of such casts that it holds itself until its backward; part of `bytes_held`."""
-    saves: int = 0
-    """With `derive`: how many tensors autograd saves in the block; 0 if that is not known."""
-    kept_ops: tuple[OpAddress, ...] = ()
-    """With `select`: where the ops of `kept` are, by which they are found in a step.
-
-    Empty in a plan of an older file, and where nothing is kept: then the numbers count.
-    """
-    offloaded_ops: tuple[OpAddress, ...] = ()
-    """The same for `offloaded`, with `select`."""
+    kept_names: tuple[str, ...] = ()
+    """Words for the ops whose results `Selective` keeps, the largest result first."""
+    recomputed_names: tuple[str, ...] = ()
+    """Words for the ops whose results `SavedIndices` makes again."""
+    offloaded_names: tuple[str, ...] = ()
+    """Words for the ops whose results are moved."""
 
     @property
     def seconds(self) -> float:
-        """What it takes alone: as long as the device, or the host, whichever is slower."""
-        forward = max(self.forward_seconds, self.forward_host)
-        return forward + max(self.backward_seconds, self.backward_host)
+        """Seconds that it takes alone: the device's or the host's, whichever is slower."""
+        forward = max(self.forward_seconds, self.forward_host_seconds)
+        return forward + max(self.backward_seconds, self.backward_host_seconds)
+
+    @property
+    def tier(self) -> TierName | None:
+        """The tier that results are moved to; None if none are."""
+        moving = _moving_part(self.strategy)
+        return moving.tier if moving is not None and moving.offloaded else None
 
     def describe(self) -> str:
-        """In a few words."""
-        if self.fate in ("keep", "recompute"):
-            return f"{self.fate} all"
+        """The strategy in a few words, such as `keep 2 results (mm x2), recompute the rest`."""
         parts = []
-        if self.kept:
-            parts.append(f"keep {_results(self.kept, self.kept_names)}")
-        if self.derived:
-            parts.append(f"recompute {_results(self.derived, self.derived_names)}")
-        if self.offloaded:
-            results = _results(self.offloaded, self.offloaded_names)
-            parts.append(f"{FATE_OF_TIER[self.tier]} {results}")
-        if self.fate == "derive":
-            return ", ".join([*parts, "keep the rest" if parts else "keep all"])
-        return ", ".join([*parts, "recompute the rest" if parts else "recompute all"])
+        match self.strategy:
+            case Keep():
+                return "keep all"
+            case Selective(policy=PlannedOps(kept=kept) | NumberedOps(kept=kept)):
+                rest = "recompute"
+                if kept:
+                    parts.append(f"keep {_format_results(len(kept), self.kept_names)}")
+            case SavedIndices(recomputed=recomputed):
+                rest = "keep"
+                if recomputed:
+                    results = _format_results(len(recomputed), self.recomputed_names)
+                    parts.append(f"recompute {results}")
+            case _:
+                rest = "recompute"
+        moving = _moving_part(self.strategy)
+        if moving is not None and moving.offloaded:
+            results = _format_results(len(moving.offloaded), self.offloaded_names)
+            parts.append(f"{_MOVE[moving.tier]} {results}")
+        return ", ".join([*parts, f"{rest} the rest" if parts else f"{rest} all"])
 
     def inconsistencies(self) -> Iterator[Inconsistency]:
-        """What cannot be, of fields that are each of the right type."""
-        for name, fates in _NUMBERS.items():
-            numbers: tuple[int, ...] = getattr(self, name)
-            if list(numbers) != sorted(set(numbers)):
-                yield name, f"numbers should go up, but are {list(numbers)[:9]}"
-            if numbers and self.fate not in fates:
-                yield name, f"should be empty where the fate is {self.fate}"
-        for name in ("kept", "derived"):
-            if shared := set(self.offloaded) & set(getattr(self, name)):
-                yield name, f"has {min(shared)}, which is offloaded, too"
-        if self.bytes_moved and self.fate not in _NUMBERS["offloaded"]:
-            yield "bytes_moved", f"should be 0 where the fate is {self.fate}"
+        """Places where fields of the right types contradict each other, with what is wrong."""
+        yield from _inconsistencies(self.strategy)
+        name = type(self.strategy).__name__
+        if self.bytes_moved and _moving_part(self.strategy) is None:
+            yield "bytes_moved", f"should be 0 where the strategy is {name}"
         if self.largest_moved > self.bytes_moved:
             yield "largest_moved", f"is more than is moved: {self.largest_moved}"
 
 
-_NUMBERS = {
-    "kept": ("select",),
-    "offloaded": ("select", "derive"),
-    "derived": ("derive",),
-}
-"""Fields of an option that number results, and the fates that may have some."""
+_MOVE: dict[TierName, str] = {"host": "offload", "disk": "spill"}
+"""The word for moving results, by the tier that they are moved to."""
 
 
-def _results(numbers: tuple[int, ...], names: tuple[str, ...]) -> str:
-    """How many results, and of what: `3 results (mm x2, attention)`."""
-    many = len(names or numbers)
-    count = f"{many} result{'s' if many > 1 else ''}"
+def _moving_part(strategy: Strategy) -> SavedIndices | PlannedOps | NumberedOps | None:
+    """The part of a strategy that says what is moved; None if it cannot move anything."""
+    match strategy:
+        case SavedIndices():
+            return strategy
+        case Selective(policy=PlannedOps() | NumberedOps() as policy):
+            return policy
+    return None
+
+
+def _inconsistencies(strategy: Strategy) -> Iterator[Inconsistency]:
+    """What contradicts itself in a strategy of a candidate."""
+    match strategy:
+        case Keep() | Recompute():
+            return
+        case SavedIndices(recomputed=stays, offloaded=moved):
+            names = "strategy.recomputed", "strategy.offloaded"
+        case Selective(
+            policy=PlannedOps(kept=stays, offloaded=moved)
+            | NumberedOps(kept=stays, offloaded=moved)
+        ):
+            names = "strategy.policy.kept", "strategy.policy.offloaded"
+        case _:
+            yield "strategy", f"should be one that a plan has, but is {strategy!r}"
+            return
+    ops: tuple[tuple[Any, ...], ...] = (stays, moved)
+    for name, found in zip(names, ops, strict=True):
+        if list(found) != sorted(set(found)):
+            yield name, f"should go up, but is {list(map(str, found))[:9]}"
+    if shared := set(ops[0]) & set(ops[1]):
+        yield names[0], f"has {min(shared)}, which is offloaded, too"
+
+
+def _format_results(count: int, names: tuple[str, ...]) -> str:
+    """How many results, and of which ops: `3 results (mm x2, attention)`."""
+    many = len(names) or count
+    text = f"{many} result{'s' if many > 1 else ''}"
     kinds = list(Counter(names).items())
-    told = [f"{name} x{many}" if many > 1 else name for name, many in kinds[:_KINDS]]
-    if len(kinds) > _KINDS:
-        told.append(f"{sum(many for _, many in kinds[_KINDS:])} more")
-    return f"{count} ({', '.join(told)})" if told else count
+    words = [f"{name} x{many}" if many > 1 else name for name, many in kinds[:_KINDS_NAMED]]
+    if len(kinds) > _KINDS_NAMED:
+        words.append(f"{sum(many for _, many in kinds[_KINDS_NAMED:])} more")
+    return f"{text} ({', '.join(words)})" if words else text
 
 
-_KINDS = 4
-"""Kinds of ops that are told; of more, only how many."""
+_KINDS_NAMED = 4
+"""Kinds of ops that a description names; of more, it says how many."""
 
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """What was measured of a block that occurs once or more."""
+    """The candidates of a block that occurs once or more in a model."""
 
     kind: str
+    """The block's class."""
     signature: str
-    """What tells blocks apart: class, parameters, inputs, and what they were set to."""
-    options: tuple[Option, ...]
+    """Text that tells blocks apart: class, parameters, inputs, and plain attributes."""
+    candidates: tuple[Candidate, ...]
     around: str = ""
-    """What tells them apart, too: what was around them, such as autocast."""
-    output_let_go: int = 0
-    """Bytes of its output that it does not hold itself, by any option."""
+    """The ambient state of its calls, such as autocast, which tells blocks apart, too."""
+    output_freed: int = 0
+    """Bytes of its output that it does not hold itself, by any candidate."""
 
     def inconsistencies(self) -> Iterator[Inconsistency]:
-        """What cannot be, of fields that are each of the right type."""
-        for fate in ("keep", "recompute"):
-            count = sum(option.fate == fate for option in self.options)
+        """Places where fields of the right types contradict each other, with what is wrong."""
+        for strategy, word in ((Keep(), "keep"), (Recompute(), "recompute")):
+            count = sum(candidate.strategy == strategy for candidate in self.candidates)
             if count != 1:
-                yield "options", f"should have one that is to {fate}, but {count} are"
+                yield "candidates", f"should have one that is to {word}, but {count} are"
 
 
 @dataclass(frozen=True)
@@ -169,54 +262,55 @@ class Profile:
     batch: str
     """The shapes of the batch."""
     static_bytes: int
-    """Parameters, buffers, gradients, optimizer state: there all the time."""
+    """Bytes of parameters, buffers, gradients, optimizer state: there all the time."""
     before_bytes: Difference
-    """Activations when the first block begins."""
+    """Bytes of activations when the first block begins."""
     rest_peak: Difference
-    """The most that comes on top between the last block's forward and its backward."""
+    """Bytes that come on top between the last block's forward and its backward, at most."""
     rest_seconds: float
-    """What a step takes outside its blocks."""
+    """Seconds that a step takes outside its blocks."""
     bytes_per_second: float
-    """To host memory, or to disk, and back; 0 if there is no way."""
+    """Bandwidth of the link to host memory or disk, each way; 0 if there is none."""
     blocks: tuple[BlockProfile, ...]
+    """The distinct blocks."""
     order: tuple[tuple[str, int], ...]
     """The blocks as the forward runs them: path, and index into `blocks`."""
     first_peak: Difference = 0
-    """The most that the forward has before the first block."""
+    """Bytes of the forward's highest point before the first block."""
     last_peak: Difference = 0
-    """The most that the backward has after the first block's, such as an embedding's gradient."""
+    """Bytes of the backward's highest point after the first block's, as an embedding's gradient."""
     between: tuple[int, ...] = ()
-    """What the forward has made since the block before, at each place; none if there is nothing."""
+    """Bytes that the forward made since the block before, at each place; empty if there are none.
+    """
     passed: tuple[int, ...] = ()
-    """Bytes that one block hands to the next and that nobody else holds, at each place.
+    """Bytes of each block's input that nothing but the step's own flow of data holds.
 
-    They are gone after the next one's forward, if that does not hold them either.
+    They are freed after that block's forward, if the block does not hold them either.
     """
     inputs: tuple[tuple[int, ...], ...] = ()
-    """The shapes that the model itself was called with; none if the step called parts of it."""
+    """The shapes that the model itself was called with; empty if the step called parts of it."""
     unused: tuple[str, ...] = ()
     """Blocks that the step did not run."""
     recompute_peak: int | None = None
-    """The peak of a step with every block recomputed, as it was measured."""
+    """The measured peak of a step with every block recomputed."""
     planning_peak: int | None = None
-    """The peak of measuring all this; None where nothing was allocated."""
+    """The peak of profiling itself; None where nothing was allocated."""
     cast_epochs: tuple[int, ...] = ()
-    """How often autocast's cache of casts was emptied before each place; none without autocast."""
+    """How often autocast's cache of casts was emptied before each place; empty without autocast."""
     cached_rest_peak: int = 0
     """As `rest_peak`, while autocast's cache holds the casts of the blocks' weights."""
     casts_in_backward: bool = False
-    """Whether autocast's cache holds casts until the step ends."""
+    """True if autocast's cache holds casts until the step ends."""
     output_held: int = 0
     """Bytes of the model's output that stay until the backward has ended."""
     loss: LossSource = "model"
-    """Where the step's loss comes from."""
 
-    def options(self, position: int) -> tuple[Option, ...]:
-        """The menu at one place of the forward."""
-        return self.blocks[self.order[position][1]].options
+    def candidates(self, position: int) -> tuple[Candidate, ...]:
+        """The candidates at one place of the forward."""
+        return self.blocks[self.order[position][1]].candidates
 
     def inconsistencies(self) -> Iterator[Inconsistency]:
-        """What cannot be, of fields that are each of the right type."""
+        """Places where fields of the right types contradict each other, with what is wrong."""
         if not self.order:
             yield "order", "should name a block, but is empty"
         for i, (_, index) in enumerate(self.order):
@@ -225,19 +319,19 @@ class Profile:
         for name in ("between", "passed", "cast_epochs"):
             if len(getattr(self, name)) not in (0, len(self.order)):
                 yield name, f"should have {len(self.order)} numbers, as order has, or none"
-        yield from twice(self.unused, {path for path, _ in self.order})
+        yield from repeated_paths(self.unused, {path for path, _ in self.order})
         for i, block in enumerate(self.blocks):
-            for j, option in enumerate(block.options):
-                if option.bytes_moved and not self.bytes_per_second:
-                    yield f"blocks[{i}].options[{j}].bytes_moved", "cannot be: there is no link"
+            for j, candidate in enumerate(block.candidates):
+                if candidate.bytes_moved and not self.bytes_per_second:
+                    yield f"blocks[{i}].candidates[{j}].bytes_moved", "cannot be: there is no link"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON."""
+        """Write the profile as JSON."""
         json_files.save(self, "profile", path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Profile":
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote, of this version of rekindle or an older one."""
         return json_files.load(cls, "profile", path)
 
     def __str__(self) -> str:
@@ -246,7 +340,7 @@ class Profile:
         return format_profile(self)
 
 
-def twice(unused: tuple[str, ...], used: set[str]) -> Iterator[Inconsistency]:
+def repeated_paths(unused: tuple[str, ...], used: Iterable[str]) -> Iterator[Inconsistency]:
     """Blocks that did not run, and that are named a second time, or did run."""
     for i, path in enumerate(unused):
         if path in used or path in unused[:i]:
@@ -255,7 +349,7 @@ def twice(unused: tuple[str, ...], used: set[str]) -> Iterator[Inconsistency]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a choice of options leads to."""
+    """The peak and the time of a step, as the timeline has them."""
 
     peak: int
     seconds: float
@@ -264,9 +358,19 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Solution:
+    """A candidate for each block, in the order of the forward, with what the timeline predicts."""
+
+    candidates: tuple[Candidate, ...]
+    prediction: Prediction
+    gap: float
+    """How far from the best the time may be, as a share; 1 if that is not known."""
+
+
+@dataclass(frozen=True)
 class Nearby:
-    """What a step would take within another budget."""
+    """The time of a step within another budget."""
 
     budget: int
     seconds: float | None
-    """A step; None if no plan fits."""
+    """Seconds of a step; None if no plan fits."""

@@ -25,7 +25,8 @@ from rekindle.planner.plan import Plan
 from rekindle.planner.ranks.rank_sync import all_gather, first_message, raised_on_all_ranks
 from rekindle.planner.timeline import simulate
 from rekindle.planner.training_step import Step
-from rekindle.planner.types import Option, Profile
+from rekindle.planner.types import Candidate, Profile
+from rekindle.strategy import Keep, Recompute, Strategy
 
 BIT_FOR_BIT = "gradients bit for bit"
 _AGAIN = 2
@@ -49,7 +50,7 @@ def verify_gradients(
     the gradients are wrong. All ranks run the same number of steps.
     """
     fates = reference_for(plan, measured, limit)
-    changed = {path for path, _, option in plan.blocks if option.fate != fates[path]}
+    changed = {p for p, _, candidate in plan.blocks if candidate.strategy != _WHOLE[fates[p]]}
     if not changed:
         return None
     how = f"with {len(changed)} of {len(fates)} blocks run another way"
@@ -72,12 +73,12 @@ def reference_for(plan: Plan, measured: Profile, limit: int) -> dict[str, str]:
 
     Where it does not for all, at first one block of each kind, then a second, and so on.
     """
-    options = {path: option for path, _, option in plan.blocks}
-    fates = dict.fromkeys(options, "recompute")
+    planned = {path: candidate.strategy for path, _, candidate in plan.blocks}
+    fates = dict.fromkeys(planned, "recompute")
     for path in _kinds_in_turn(measured):
-        if options[path].fate != "keep":
+        if planned[path] != Keep():
             fates[path] = "keep"
-            if simulate(measured, _options(measured, fates)).peak > limit:
+            if simulate(measured, _candidates(measured, fates)).peak > limit:
                 fates[path] = "recompute"
     return fates
 
@@ -93,13 +94,16 @@ def _kinds_in_turn(measured: Profile) -> list[str]:
     return sorted(turns, key=turns.__getitem__)
 
 
-def _options(measured: Profile, fates: dict[str, str]) -> list[Option]:
-    """The options that stand for fates; where a menu has none such, the one that holds least."""
+_WHOLE: dict[str, Strategy] = {"keep": Keep(), "recompute": Recompute()}
+
+
+def _candidates(measured: Profile, fates: dict[str, str]) -> list[Candidate]:
+    """The candidates that stand for fates; where a block has none such, the leanest."""
     found = []
     for i, (path, _) in enumerate(measured.order):
-        menu = measured.options(i)
-        fitting = [option for option in menu if option.fate == fates[path]]
-        found.append(min(fitting or menu, key=lambda option: option.bytes_held))
+        menu = measured.candidates(i)
+        fitting = [candidate for candidate in menu if candidate.strategy == _WHOLE[fates[path]]]
+        found.append(min(fitting or menu, key=lambda candidate: candidate.bytes_held))
     return found
 
 
@@ -143,14 +147,14 @@ def _place(key: Any, plan: Plan) -> str:
     if isinstance(key, Tensor):
         return f"a tensor of shape {list(key.shape)} outside the model"
     around = [
-        (path, option)
-        for path, _, option in plan.blocks
+        (path, candidate)
+        for path, _, candidate in plan.blocks
         if not path or str(key).startswith(f"{path}.")
     ]
     if not around:
         return f"{key} (outside the blocks)"
-    path, option = around[0]
-    return f"{key} ({path or 'the model'}: {option.describe()})"
+    path, candidate = around[0]
+    return f"{key} ({path or 'the model'}: {candidate.describe()})"
 
 
 def _share(found: Fingerprint, reference: Fingerprint) -> str:

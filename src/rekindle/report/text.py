@@ -2,12 +2,12 @@
 
 from rekindle.modules.patterns import spanned
 from rekindle.planner.plan import Plan
-from rekindle.planner.types import Nearby, Option, Profile
+from rekindle.planner.types import Candidate, Nearby, Profile
 from rekindle.sizes import format_bytes
 
 
 def format_profile(profile: Profile) -> str:
-    """The blocks with their options, and what is around them."""
+    """The text of a profile: its blocks with their candidates, and the rest of the step."""
     counts = f"{len(profile.order)} blocks, {len(profile.blocks)} distinct"
     rest = f"outside the blocks: {profile.rest_seconds * 1e3:.1f} ms"
     lines = [
@@ -16,12 +16,12 @@ def format_profile(profile: Profile) -> str:
     ]
     for block in profile.blocks:
         lines.append(f"  {block.kind}:")
-        lines += [f"    {_told(option)}" for option in block.options]
+        lines += [f"    {_format_candidate(each)}" for each in block.candidates]
     return "\n".join(lines)
 
 
 def format_plan(plan: Plan) -> str:
-    """What happens to which blocks, and what it costs."""
+    """The text of a plan: its peak and time, and the strategy of each group of blocks."""
     time = max(plan.predicted_time / plan.plain_time, 1.0) if plan.plain_time else 1.0
     title = f"Plan for {plan.model} within {format_bytes(plan.budget)}"
     peak = f"  predicted peak  {format_bytes(plan.predicted_peak)} in {plan.peak_at}"
@@ -40,24 +40,24 @@ def format_plan(plan: Plan) -> str:
         lines.append(f"  verified        {plan.verified}")
     lines += _nearby("with less", plan.less, plan.predicted_time)
     lines += _nearby("with more", plan.more, plan.predicted_time)
-    groups: list[tuple[Option, str, list[str]]] = []
-    for path, kind, option in plan.blocks:
+    groups: list[tuple[Candidate, str, list[str]]] = []
+    for path, kind, candidate in plan.blocks:
         for known, name, paths in groups:
-            if known == option and name == kind:
+            if known == candidate and name == kind:
                 paths.append(path)
                 break
         else:
-            groups.append((option, kind, [path]))
-    for option, kind, paths in groups:
+            groups.append((candidate, kind, [path]))
+    for candidate, kind, paths in groups:
         where = (
             spanned(paths) if len({path.count(".") for path in paths}) == 1 else ", ".join(paths)
         )
-        lines.append(f"  {where or kind}: {len(paths)} x {kind}: {_told(option)}")
+        lines.append(f"  {where or kind}: {len(paths)} x {kind}: {_format_candidate(candidate)}")
     return "\n".join(lines)
 
 
 def _nearby(words: str, near: Nearby | None, seconds: float) -> list[str]:
-    """What another budget would change, as a line; none if it is not known."""
+    """A line on what another budget would change; none if that is not known."""
     if near is None:
         return []
     if near.seconds is None:
@@ -69,9 +69,9 @@ def _nearby(words: str, near: Nearby | None, seconds: float) -> list[str]:
     return [f"  {words:<15} {format_bytes(near.budget)}: {change}"]
 
 
-def _told(option: Option) -> str:
-    moved = f", {format_bytes(option.bytes_moved)} moved" if option.bytes_moved else ""
+def _format_candidate(candidate: Candidate) -> str:
+    moved = f", {format_bytes(candidate.bytes_moved)} moved" if candidate.bytes_moved else ""
     return (
-        f"{option.describe()}: {format_bytes(option.bytes_held)} held{moved}, "
-        f"{option.seconds * 1e3:.2f} ms"
+        f"{candidate.describe()}: {format_bytes(candidate.bytes_held)} held{moved}, "
+        f"{candidate.seconds * 1e3:.2f} ms"
     )

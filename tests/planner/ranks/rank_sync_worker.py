@@ -39,7 +39,8 @@ import rekindle
 from rekindle.planner.measure.block_benchmark import Lone
 from rekindle.planner.ranks import rank_group
 from rekindle.planner.solve import solver
-from rekindle.planner.types import BlockProfile, Option
+from rekindle.planner.types import BlockProfile, Candidate
+from rekindle.strategy import Keep, Recompute, Selective, Strategy
 from tests.ranks import fork_ranks, process_group
 from tests.toys import Block, Stack
 
@@ -170,8 +171,8 @@ def batches_differ() -> Found:
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     own = rekindle.profile(stack(), x, loss=loss_of, group=alone)
     profile = rekindle.profile(model, x, loss=loss_of)
-    keep = [option for option in profile.blocks[0].options if option.fate == "keep"]
-    plain = [option for option in own.blocks[0].options if option.fate == "keep"]
+    keep = [option for option in profile.blocks[0].candidates if option.strategy == Keep()]
+    plain = [option for option in own.blocks[0].candidates if option.strategy == Keep()]
     found = fitted(model, x, "70%", profile=profile)
     del found["plan"]["near"]
     return {
@@ -256,15 +257,15 @@ def error(what: str) -> Found:
 
 def _works() -> bool:
     """Ranks can plan together."""
-    keep, drop = option_of("keep", 9), option_of("recompute", 1)
+    keep, drop = option_of(Keep(), 9), option_of(Recompute(), 1)
     block = BlockProfile("Block", "Block", (keep, drop))
     profile = rekindle.Profile("Stack", "none", "", 0, 0, 0, 0.0, 0.0, (block,), (("a", 0),))
     budget = on_one_rank(5, 100)
     return rekindle.solve(profile, budget, group=dist.group.WORLD).budget == 5
 
 
-def option_of(fate: Any, held: int) -> Option:
-    return Option(fate, bytes_held=held, forward_seconds=1.0, backward_seconds=1.0)
+def option_of(strategy: Strategy, held: int) -> Candidate:
+    return Candidate(strategy, bytes_held=held, forward_seconds=1.0, backward_seconds=1.0)
 
 
 def _fails_alone(model: nn.Module, fit: Callable[[], Any]) -> Callable[[], Any]:
@@ -402,9 +403,18 @@ def experts(wrap: Callable[[nn.Module], nn.Module], all_have_gradients: bool) ->
         found["same"] &= same(gradients(model, x), expected)
         assert plan.measured_peak is not None
         found["fits"] &= plan.measured_peak <= plan.budget
-        found["blocks"].append([option.fate for _, _, option in plan.blocks])
-    counts = {address.count for o in profile.blocks[0].options for address in o.kept_ops}
-    return {**found, "fates": [o.fate for o in profile.blocks[0].options], "counts": len(counts)}
+        found["blocks"].append([type(option.strategy).__name__ for _, _, option in plan.blocks])
+    counts = {
+        address.count
+        for o in profile.blocks[0].candidates
+        if isinstance(o.strategy, Selective)
+        for address in o.strategy.policy.kept
+    }
+    return {
+        **found,
+        "fates": [type(o.strategy).__name__ for o in profile.blocks[0].candidates],
+        "counts": len(counts),
+    }
 
 
 class Split(nn.Module):

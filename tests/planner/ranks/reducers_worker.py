@@ -297,7 +297,7 @@ def peaks() -> dict[str, Any]:
     return {
         "step": always + polled.peak,
         "measured": plan.measured_peak,
-        "options": [option.fate for _, _, option in plan.blocks],
+        "options": [type(option.strategy).__name__ for _, _, option in plan.blocks],
     }
 
 

@@ -155,14 +155,14 @@ def test_an_expert_without_tokens_on_one_rank_is_planned_for(kind: str, results:
 def test_a_plan_names_the_ops_that_its_own_rank_runs(results: Results) -> None:
     """Of one kind of op, one rank runs more than the other; both have options that go op by op."""
     first, second = results.of("experts: ddp")
-    assert "select" in first["fates"]
+    assert "Selective" in first["fates"]
     assert first["counts"] != second["counts"]
 
 
 def test_blocks_with_collectives_and_other_ops_are_kept_or_recomputed_whole(
     results: Results,
 ) -> None:
-    assert results.of("experts: fsdp")[0]["fates"] == ["keep", "recompute"]
+    assert results.of("experts: fsdp")[0]["fates"] == ["Keep", "Recompute"]
 
 
 @pytest.mark.parametrize("case", ["sharded outputs", "hooks that shard"])

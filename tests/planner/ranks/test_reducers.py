@@ -91,7 +91,7 @@ def test_a_sharded_step_that_fits_is_left_as_it_is(ranks: Results) -> None:
     """Gathered parameters count while they are gathered: not all units' at a time."""
     for rank in ranks:
         found = rank["peaks"]
-        assert found["options"] == ["keep"] * worker.BLOCKS
+        assert found["options"] == ["Keep"] * worker.BLOCKS
         assert found["measured"] == found["step"]
 
 

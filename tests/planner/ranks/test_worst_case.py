@@ -10,10 +10,11 @@ from rekindle.errors import RekindleError
 from rekindle.planner.ranks.failures import failure_of
 from rekindle.planner.ranks.worst_case import Run, join, outline_of, worst
 from rekindle.planner.timeline import simulate
-from rekindle.planner.types import BlockProfile, Option, Profile
+from rekindle.planner.types import BlockProfile, Candidate, Profile
+from rekindle.strategy import Keep, NumberedOps, Recompute, Selective
 
-KEEP = Option("keep", bytes_held=100, forward_seconds=1.0, backward_seconds=2.0)
-DROP = Option("recompute", bytes_held=1, forward_seconds=1.0, backward_seconds=3.0)
+KEEP = Candidate(Keep(), bytes_held=100, forward_seconds=1.0, backward_seconds=2.0)
+DROP = Candidate(Recompute(), bytes_held=1, forward_seconds=1.0, backward_seconds=3.0)
 PATHS = ("a", "b", "c", "d")
 
 
@@ -26,8 +27,8 @@ def run(order: str, kinds: str | None = None, between: int = 0, passed: int = 9)
     return Run(paths, named, *arrays, float(count))
 
 
-def profile(option: Option, **options: int) -> Profile:
-    block = BlockProfile("Block", "Block", (option, DROP), output_let_go=options.pop("let_go", 0))
+def profile(option: Candidate, **options: int) -> Profile:
+    block = BlockProfile("Block", "Block", (option, DROP), output_freed=options.pop("let_go", 0))
     return Profile(
         "Stack", "none", "", 0, 0, 0, 0.5, 0.0, (block,), (("a", 0), ("b", 0)), **options
     )
@@ -70,23 +71,23 @@ def test_each_place_has_the_most_of_the_ranks_that_ran_its_block() -> None:
 
 
 def test_a_plan_takes_as_much_as_on_the_rank_where_it_takes_the_most() -> None:
-    one = profile(replace(KEEP, bytes_held=50, backward_peak=80, input_let_go=4), let_go=3)
-    two = profile(replace(KEEP, bytes_held=70, backward_peak=10, input_let_go=1), let_go=5)
+    one = profile(replace(KEEP, bytes_held=50, backward_peak=80, input_freed=4), let_go=3)
+    two = profile(replace(KEEP, bytes_held=70, backward_peak=10, input_freed=1), let_go=5)
     found = worst([one, two], one)
-    assert found.blocks[0].options[0] == replace(
-        KEEP, bytes_held=70, backward_peak=80, input_let_go=1
+    assert found.blocks[0].candidates[0] == replace(
+        KEEP, bytes_held=70, backward_peak=80, input_freed=1
     )
-    assert found.blocks[0].output_let_go == 3
-    keeps = [each.blocks[0].options[:1] * 2 for each in (one, two, found)]
+    assert found.blocks[0].output_freed == 3
+    keeps = [each.blocks[0].candidates[:1] * 2 for each in (one, two, found)]
     peaks = [simulate(p, o).peak for p, o in zip((one, two, found), keeps, strict=True)]
     assert peaks[2] >= max(peaks[:2])
 
 
 def test_a_rank_has_the_ops_of_its_own_graph_with_what_the_worst_measured() -> None:
-    one = profile(Option("select", kept=(1,), bytes_held=10, forward_seconds=2.0))
-    two = profile(Option("select", kept=(4,), bytes_held=30, forward_seconds=1.0))
-    found = [worst([one, two], own).blocks[0].options[0] for own in (one, two)]
-    assert [option.kept for option in found] == [(1,), (4,)]
+    one = profile(Candidate(Selective(NumberedOps((1,))), bytes_held=10, forward_seconds=2.0))
+    two = profile(Candidate(Selective(NumberedOps((4,))), bytes_held=30, forward_seconds=1.0))
+    found = [worst([one, two], own).blocks[0].candidates[0] for own in (one, two)]
+    assert [option.strategy.policy.kept for option in found] == [(1,), (4,)]
     assert [option.bytes_held for option in found] == [30, 30]
     assert [option.forward_seconds for option in found] == [2.0, 2.0]
     assert outline_of(one) == outline_of(two)

@@ -1,4 +1,4 @@
-"""One block run alone, forward and backward: what it holds by an option, and how long it takes."""
+"""One block run alone, forward and backward: bytes and seconds of a candidate."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,9 +15,9 @@ from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.measure.cast_cache import forward_in, handed_over
 from rekindle.planner.measure.memory_meter import bytes_of, metered, unmetered
 from rekindle.planner.measure.timing import Clock
-from rekindle.planner.trace.block_graph import Graph, record
+from rekindle.planner.trace.block_graph import record
 from rekindle.planner.trace.step_trace import without_graph
-from rekindle.planner.types import Option
+from rekindle.planner.types import BlockTrace, Candidate
 from rekindle.regions.recompute import ambient
 from rekindle.regions.saved_indices import recomputable_indices
 from rekindle.torch_private.fake_mode import FakeTensor
@@ -44,10 +44,10 @@ class Lone:
         self._device = device
         self._clock = clock
         self._head_start = _HEAD_START
-        self.output_let_go = -1
-        """The least that it let go of its output, by the options so far; -1: none yet."""
+        self.output_freed = -1
+        """The least that it let go of its output, by the candidates so far; -1: none yet."""
 
-    def graph(self) -> Graph:
+    def trace(self) -> BlockTrace:
         args, kwargs = self._inputs()
         with forward_in(self._around):  # once before, so that no kernel is chosen or loaded in it
             self._block(*args, **kwargs)
@@ -55,15 +55,17 @@ class Lone:
             forward = partial(self._block, *args, **kwargs)
             return record(forward, self._clock.estimates, self._block)
 
-    def derivable(self, graph: Graph) -> tuple[int, ...]:
+    def derivable(self, trace: BlockTrace) -> tuple[int, ...]:
         """The numbers of what is saved that one op gives back from other things that are."""
         args, kwargs = self._inputs()
         with forward_in(self._around):
-            return recomputable_indices(lambda: self._block(*args, **kwargs), len(graph.saves))
+            return recomputable_indices(
+                lambda: self._block(*args, **kwargs), len(trace.saved_tensors)
+            )
 
-    def measured(self, option: Option) -> Option:
-        """An option, with what it costs."""
-        what = what_of(option)
+    def measured(self, candidate: Candidate) -> Candidate:
+        """A candidate, with what it costs."""
+        what = what_of(candidate.strategy)
         if what != "keep":
             apply(self._block, {"": what})
         try:
@@ -77,47 +79,47 @@ class Lone:
             undo(self._block)
             self._head_start = _HEAD_START
         forward, backward, *host = (min(taken) for taken in zip(*times, strict=True))
-        forward_host, backward_host = host
-        self.output_let_go = made if self.output_let_go < 0 else min(made, self.output_let_go)
+        forward_host_seconds, backward_host_seconds = host
+        self.output_freed = made if self.output_freed < 0 else min(made, self.output_freed)
         return replace(
-            option,
+            candidate,
             bytes_held=held,
             casts_cached=cached,
             forward_seconds=forward,
             backward_seconds=backward,
             forward_peak=forward_peak,
             backward_peak=backward_peak,
-            forward_host=forward_host,
-            backward_host=backward_host,
-            input_let_go=given,
+            forward_host_seconds=forward_host_seconds,
+            backward_host_seconds=backward_host_seconds,
+            input_freed=given,
             seconds_noise=_spread(times),
         )
 
-    def timed_again(self, options: list[Option]) -> list[Option]:
+    def timed_again(self, candidates: list[Candidate]) -> list[Candidate]:
         """Options that were measured, timed once more in turns: the least of all runs counts."""
         if self._clock.is_exact:
-            return options
-        found = options
+            return candidates
+        found = candidates
         for _ in range(self._clock.runs):
-            found = [self._timed_once(option) for option in found]
+            found = [self._timed_once(candidate) for candidate in found]
         return found
 
-    def _timed_once(self, option: Option) -> Option:
-        what = what_of(option)
+    def _timed_once(self, candidate: Candidate) -> Candidate:
+        what = what_of(candidate.strategy)
         if what != "keep":
             apply(self._block, {"": what})
         try:
             self._once()
-            forward, backward, forward_host, backward_host = self._once()
+            forward, backward, forward_host_seconds, backward_host_seconds = self._once()
         finally:
             undo(self._block)
             self._head_start = _HEAD_START
         return replace(
-            option,
-            forward_seconds=min(forward, option.forward_seconds),
-            backward_seconds=min(backward, option.backward_seconds),
-            forward_host=min(forward_host, option.forward_host),
-            backward_host=min(backward_host, option.backward_host),
+            candidate,
+            forward_seconds=min(forward, candidate.forward_seconds),
+            backward_seconds=min(backward, candidate.backward_seconds),
+            forward_host_seconds=min(forward_host_seconds, candidate.forward_host_seconds),
+            backward_host_seconds=min(backward_host_seconds, candidate.backward_host_seconds),
         )
 
     def _inputs(self) -> tuple[Any, Any]:

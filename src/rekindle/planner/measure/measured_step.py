@@ -5,13 +5,14 @@ from typing import NamedTuple
 
 import torch
 
-from rekindle.modules.apply_strategies import apply, undo
+from rekindle.modules.apply_strategies import undo
 from rekindle.planner.gradient_fingerprints import Fingerprints
 from rekindle.planner.measure.memory_meter import metered
 from rekindle.planner.measure.preserve_model_state import repeatable, rewound
 from rekindle.planner.measure.timing import timed
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
+from rekindle.planner.runtime import apply_plan
 from rekindle.planner.training_step import Step
 from rekindle.planner.types import Profile
 
@@ -38,7 +39,7 @@ def try_out(step: Step, plan: Plan, measured: Profile, *, with_gradients: bool =
     device = compute_device(model)
     is_free = device.type == "cuda"  # metering: then the steps that are timed are metered too
     with repeatable(step):
-        apply(model, plan)
+        apply_plan(model, plan)
         with rewound(model):
             for _ in range(_LEARNING if plan.offloads else 1):
                 step()

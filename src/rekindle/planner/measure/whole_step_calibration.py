@@ -1,7 +1,7 @@
 """What blocks run alone do not show: how long they take together.
 
 Alone, a block is timed on a device that is kept busy, device and host apart. In a step it follows
-others, and an option that has the host do more may take longer than that tells. So one step runs
+others, and an candidate that has the host do more may take longer than that tells. So one step runs
 with every block op by op, and what it takes longer than it should is added to them.
 """
 
@@ -16,19 +16,22 @@ from rekindle.modules.unwrapping import in_places
 from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.ranks.rank_sync import all_gather, has_other_ranks
 from rekindle.planner.timeline import simulate
-from rekindle.planner.types import Option, Profile
+from rekindle.planner.types import Candidate, Profile
+from rekindle.strategy import Recompute, Selective
 
 
 def told_together(
     model: nn.Module, profile: Profile, seconds_of_a_step: Callable[[], float]
 ) -> Profile:
-    """The profile, with options that go op by op as slow as a whole step by them is."""
+    """The profile, with candidates that go op by op as slow as a whole step by them is."""
     leanest = _within_recompute_peak(profile)
-    count = sum(option.fate == "select" for option in leanest)
+    count = sum(isinstance(candidate.strategy, Selective) for candidate in leanest)
     if not count:
         return profile
     paths = (path for path, _ in profile.order)
-    ways = {path: what_of(option) for path, option in zip(paths, leanest, strict=True)}
+    ways = {
+        path: what_of(candidate.strategy) for path, candidate in zip(paths, leanest, strict=True)
+    }
     apply(model, in_places(model, ways))
     try:
         taken = max(all_gather(seconds_of_a_step()))
@@ -40,7 +43,7 @@ def told_together(
         undo(model)
     late = max(taken - simulate(profile, leanest).seconds, 0.0) / count
     blocks = (
-        replace(block, options=tuple(_later(option, late) for option in block.options))
+        replace(block, candidates=tuple(_later(candidate, late) for candidate in block.candidates))
         for block in profile.blocks
     )
     return replace(profile, blocks=tuple(blocks))
@@ -50,14 +53,14 @@ SLACK = 0.05
 """The share of what activations take with every block recomputed that profiling may add to it."""
 
 
-def _within_recompute_peak(profile: Profile) -> list[Option]:
+def _within_recompute_peak(profile: Profile) -> list[Candidate]:
     """Options op by op for as many blocks as there is room for, recompute for the others.
 
     The step may peak as high as one with every block recomputed, and a little: Note [What profiling
     may hold]. With less than a quarter of the blocks there is too little to tell from noise.
     """
-    menus = [profile.options(i) for i in range(len(profile.order))]
-    recomputed = [next(option for option in menu if option.fate == "recompute") for menu in menus]
+    menus = [profile.candidates(i) for i in range(len(profile.order))]
+    recomputed = [next(each for each in menu if each.strategy == Recompute()) for menu in menus]
     leanest = [_leanest(menu) for menu in menus]
     room = simulate(profile, recomputed).peak - profile.static_bytes
     if profile.recompute_peak is not None:  # which was measured
@@ -71,24 +74,26 @@ def _within_recompute_peak(profile: Profile) -> list[Option]:
     return [] if 4 * first > 3 * len(menus) else recomputed[:first] + leanest[first:]
 
 
-def _leanest(menu: tuple[Option, ...]) -> Option:
-    """The option that goes op by op and holds least; else the one that recomputes all."""
-    still = [option for option in menu if not option.bytes_moved]
-    selecting = [option for option in still if option.fate == "select"]
+def _leanest(menu: tuple[Candidate, ...]) -> Candidate:
+    """The candidate that goes op by op and holds least; else the one that recomputes all."""
+    still = [candidate for candidate in menu if not candidate.bytes_moved]
+    selecting = [candidate for candidate in still if isinstance(candidate.strategy, Selective)]
     return min(
-        selecting or [option for option in still if option.fate == "recompute"],
-        key=lambda option: option.bytes_held,
+        selecting or [candidate for candidate in still if candidate.strategy == Recompute()],
+        key=lambda candidate: candidate.bytes_held,
     )
 
 
-def _later(option: Option, seconds: float) -> Option:
-    if option.fate != "select":
-        return option
+def _later(candidate: Candidate, seconds: float) -> Candidate:
+    if not isinstance(candidate.strategy, Selective):
+        return candidate
     return replace(
-        option,
-        forward_seconds=option.forward_seconds + seconds / 2,
-        backward_seconds=option.backward_seconds + seconds / 2,
+        candidate,
+        forward_seconds=candidate.forward_seconds + seconds / 2,
+        backward_seconds=candidate.backward_seconds + seconds / 2,
         # 0: there is no host beside the device
-        forward_host=option.forward_host and option.forward_host + seconds / 2,
-        backward_host=option.backward_host and option.backward_host + seconds / 2,
+        forward_host_seconds=candidate.forward_host_seconds
+        and candidate.forward_host_seconds + seconds / 2,
+        backward_host_seconds=candidate.backward_host_seconds
+        and candidate.backward_host_seconds + seconds / 2,
     )

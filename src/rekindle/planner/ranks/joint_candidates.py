@@ -9,18 +9,24 @@ to be the same on all ranks: there a block is kept or recomputed as a whole.
 from dataclasses import dataclass
 
 from rekindle.offload.offload_options import TierName
-from rekindle.planner.candidates import deriving, keeping_saves, offloading, selecting, undominated
+from rekindle.planner.candidates import (
+    keeping_saved,
+    offloading,
+    recomputing_saved,
+    selecting,
+    undominated,
+    with_names,
+)
 from rekindle.planner.measure.block_benchmark import Lone
 from rekindle.planner.measure.plausible import at_least, plausible
 from rekindle.planner.progress import each
 from rekindle.planner.ranks.rank_sync import all_gather
-from rekindle.planner.ranks.worst_case import worst_options
-from rekindle.planner.trace.block_graph import Graph
-from rekindle.planner.types import Option
-from rekindle.report.op_words import named
+from rekindle.planner.ranks.worst_case import worst_candidates
+from rekindle.planner.types import BlockTrace, Candidate
+from rekindle.strategy import Keep, Recompute, SavedIndices, Selective
 
-_Menu = dict[str, Option]
-"""Options by what they stand for, which has the same name on every rank."""
+_Menu = dict[str, Candidate]
+"""Candidates by what they stand for, which has the same name on every rank."""
 
 
 @dataclass(frozen=True)
@@ -32,40 +38,40 @@ class _Offer:
     candidates: _Menu
 
 
-def joint_menu(run: Lone | None, bytes_per_second: float, tier: TierName) -> tuple[Option, ...]:
+def joint_menu(run: Lone | None, bytes_per_second: float, tier: TierName) -> tuple[Candidate, ...]:
     """The options of a block, each measured, without those that another is better than.
 
     All ranks call it at a time, without a `run` on those that have not run the block; their options
     are those of the first rank that has.
     """
-    graph = None if run is None else run.graph()
-    candidates = _candidates(run, graph)
-    options: list[Option] = []
+    trace = None if run is None else run.trace()
+    candidates = _candidates(run, trace)
+    measured: list[Candidate] = []
     if run is not None:
-        options = [run.measured(option) for option in each(list(candidates.values()), "option")]
-        options = plausible(options, run.timed_again)
+        measured = [run.measured(found) for found in each(list(candidates.values()), "option")]
+        measured = plausible(measured, run.timed_again)
     else:
         plausible([], lambda _: [])
-    menu = dict(zip(candidates, options, strict=True))
-    if bytes_per_second and run is not None and graph is not None:
-        menu |= _moving(run, graph, menu, tier)
-    if graph is not None:
-        menu = {name: named(option, graph) for name, option in menu.items()}
+    menu = dict(zip(candidates, measured, strict=True))
+    if bytes_per_second and run is not None and trace is not None:
+        menu |= _moving(run, trace, menu, tier)
+    if trace is not None:
+        menu = {name: with_names(found, trace) for name, found in menu.items()}
     return tuple(undominated(_worst(menu)))
 
 
-def _candidates(run: Lone | None, graph: Graph | None) -> _Menu:
+def _candidates(run: Lone | None, trace: BlockTrace | None) -> _Menu:
     """What to measure on this rank; on all of them the same number of options, in one order."""
     from rekindle.planner.keep_sets import keep_sets  # needs scipy  # noqa: PLC0415
 
     offer = None
-    if run is not None and graph is not None:
-        derived = deriving(run.derivable(graph), graph)
-        kept = [selecting(kept, graph) for kept in keep_sets(graph)]
-        own = {"keep": Option("keep"), "recompute": Option("recompute")}
-        own |= {f"derive {i}": option for i, option in enumerate(derived)}
-        own |= {f"select {i}": option for i, option in enumerate(kept)}
-        offer = _Offer(graph.structure(), graph.communicates, own)
+    if run is not None and trace is not None:
+        derived = recomputing_saved(run.derivable(trace), trace)
+        kept = [selecting(kept, trace) for kept in keep_sets(trace)]
+        own = {"keep": Candidate(Keep()), "recompute": Candidate(Recompute())}
+        own |= {f"derive {i}": found for i, found in enumerate(derived)}
+        own |= {f"select {i}": found for i, found in enumerate(kept)}
+        offer = _Offer(trace.structure(), trace.communicates, own)
     offers = [other for other in all_gather(offer) if other is not None]
     if offer is None:
         return {}
@@ -81,37 +87,43 @@ def _common(menus: list[_Menu]) -> list[str]:
     return [name for name in menus[0] if all(name in menu for menu in menus)]
 
 
-def _worst(menu: _Menu) -> list[Option]:
-    """The options that all ranks have measured, each with the most that any rank has."""
+def _worst(menu: _Menu) -> list[Candidate]:
+    """The candidates that all ranks have measured, each with the most that any rank has."""
     menus = [other for other in all_gather(menu) if other]
     names = _common(menus)
     lists = [[other[name] for name in names] for other in menus]
     own = [(menu or menus[0])[name] for name in names]
-    return worst_options(lists, own)
+    return worst_candidates(lists, own)
 
 
-def _moving(run: Lone, graph: Graph, menu: _Menu, tier: TierName) -> _Menu:
-    """Options that send away what others keep."""
-    whole = at_least(run.measured(keeping_saves(graph)), menu["keep"])
-    host = _host_of_a_move(run, whole, graph, tier)
-    several = {"saves": whole} | {n: o for n, o in menu.items() if o.fate in ("derive", "select")}
+def _moving(run: Lone, trace: BlockTrace, menu: _Menu, tier: TierName) -> _Menu:
+    """Candidates that move what others keep."""
+    whole = at_least(run.measured(keeping_saved(trace)), menu["keep"])
+    host = _host_of_a_move(run, whole, trace, tier)
+    several = {"saves": whole} | {
+        name: found
+        for name, found in menu.items()
+        if isinstance(found.strategy, SavedIndices | Selective)
+    }
     return {
         f"{name}, {i} away": less
-        for name, option in several.items()
-        for i, less in enumerate(offloading(option, graph, host, tier))
+        for name, found in several.items()
+        for i, less in enumerate(offloading(found, trace, host, tier))
     }
 
 
-def _host_of_a_move(run: Lone, whole: Option, graph: Graph, tier: TierName) -> tuple[float, float]:
+def _host_of_a_move(
+    run: Lone, whole: Candidate, trace: BlockTrace, tier: TierName
+) -> tuple[float, float]:
     """Seconds that it takes the host to send a result away, and to bring it back."""
-    moving = offloading(whole, graph, tier=tier)[:-1]  # the n-th moves n results, the last any
-    if not whole.forward_host or not moving:
+    moving = offloading(whole, trace, tier=tier)[:-1]  # the n-th moves n results, the last any
+    if not whole.forward_host_seconds or not moving:
         return 0.0, 0.0
     moved = run.measured(moving[-1])
     count = max(len(moving) - _STAYING, 1)
     return (
-        max(moved.forward_host - whole.forward_host, 0.0) / count,
-        max(moved.backward_host - whole.backward_host, 0.0) / count,
+        max(moved.forward_host_seconds - whole.forward_host_seconds, 0.0) / count,
+        max(moved.backward_host_seconds - whole.backward_host_seconds, 0.0) / count,
     )
 
 

@@ -1,9 +1,9 @@
 """One profile of what several ranks measured: at each place, that of the rank with the most.
 
 Ranks may have other batches, and then run other blocks, or other ops in a block. A plan that fits
-the worst of all ranks at each place fits all of them. Menus have the same options in the same order
-on every rank, and differ in what an option names: numbers and addresses are those of the rank's own
-graph.
+the worst of all ranks at each place fits all of them. Blocks have the same candidates in the same
+order on every rank, which differ in what they name: addresses and indices are those of the rank's
+own trace.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, TypeAlias
 
 from rekindle.planner.input_shapes import elements
-from rekindle.planner.types import BlockProfile, Option, Profile
+from rekindle.planner.types import BlockProfile, Candidate, Profile
 
 _MOST = (
     "bytes_held",
@@ -23,8 +23,8 @@ _MOST = (
     "backward_seconds",
     "forward_peak",
     "backward_peak",
-    "forward_host",
-    "backward_host",
+    "forward_host_seconds",
+    "backward_host_seconds",
     "largest_moved",
     "seconds_noise",
     "casts_cached",
@@ -146,22 +146,24 @@ def _rising(epochs: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(accumulate(epochs, max))
 
 
-def worst_options(menus: Sequence[Sequence[Option]], own: Sequence[Option]) -> list[Option]:
-    """A rank's own menu, each option with the most that any rank measured of it."""
+def worst_candidates(
+    menus: Sequence[Sequence[Candidate]], own: Sequence[Candidate]
+) -> list[Candidate]:
+    """A rank's own candidates, each with the most that any rank measured of it."""
     return [
         replace(
-            option,
+            candidate,
             **{name: max(getattr(other, name) for other in others) for name in _MOST},
-            input_let_go=min(other.input_let_go for other in others),
+            input_freed=min(other.input_freed for other in others),
         )
-        for option, *others in zip(own, *menus, strict=True)
+        for candidate, *others in zip(own, *menus, strict=True)
     ]
 
 
 def worst(profiles: Sequence[Profile], own: Profile) -> Profile:
     """A rank's own profile, with the most that any rank measured.
 
-    The blocks of all are those of one joint order, with the same kinds and the same options.
+    The blocks of all are those of one joint order, with the same kinds and the same candidates.
     """
     if len(profiles) == 1:
         return own
@@ -184,9 +186,9 @@ def worst(profiles: Sequence[Profile], own: Profile) -> Profile:
 
 
 def _worst_block(blocks: Sequence[BlockProfile], own: BlockProfile) -> BlockProfile:
-    options = worst_options([block.options for block in blocks], own.options)
-    least = min(block.output_let_go for block in blocks)
-    return replace(own, options=tuple(options), output_let_go=least)
+    candidates = worst_candidates([block.candidates for block in blocks], own.candidates)
+    least = min(block.output_freed for block in blocks)
+    return replace(own, candidates=tuple(candidates), output_freed=least)
 
 
 def _at_each(
@@ -202,5 +204,5 @@ def _most_known(values: Iterable[int | None]) -> int | None:
 
 def outline_of(profile: Profile) -> Any:
     """What the profiles of ranks have to have in common, so that there is one plan for all."""
-    menus = [[(option.fate, option.tier) for option in b.options] for b in profile.blocks]
+    menus = [[(type(c.strategy), c.tier) for c in b.candidates] for b in profile.blocks]
     return profile.model, profile.order, menus

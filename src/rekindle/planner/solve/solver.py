@@ -1,13 +1,13 @@
-"""One option for each block, so that the step's peak stays below a budget at the least time.
+"""One candidate for each block, so that the step's peak stays below a budget at the least time.
 
 A multiple-choice knapsack with a row for each point of the step's timeline, solved by HiGHS. Where
 all blocks are alike, as in most models, it is enough to count: milliseconds for any number of them.
-Where they differ, each place has an option of its own; then the search ends after some seconds, and
-says how far from the best its answer may be.
+Where they differ, each place has a candidate of its own; then the search ends after some seconds,
+and says how far from the best its answer may be.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import exp
 from random import Random
 
@@ -16,22 +16,12 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from rekindle.planner.timeline import simulate
-from rekindle.planner.types import Option, Prediction, Profile
+from rekindle.planner.types import Candidate, Prediction, Profile, Solution
 
 _MIB = 2**20
 _EXACTLY = {"time_limit": 2.0, "mip_rel_gap": 5e-4}
 _ROUGHLY = {"time_limit": 1.5, "mip_rel_gap": 2e-3}
 """Where there is a link: there the answer is improved afterwards anyway."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An option for each block, in the order of the forward."""
-
-    options: tuple[Option, ...]
-    prediction: Prediction
-    gap: float
-    """How far from the best it may be, as a share of the time."""
 
 
 class _Rows:
@@ -53,7 +43,7 @@ class _Rows:
         return coo_array((values, (rows, cols)), shape=(len(self.lower), columns))
 
 
-def choose(profile: Profile, budget: int) -> Choice | None:
+def choose(profile: Profile, budget: int) -> Solution | None:
     """The fastest choice whose simulated peak is within a budget; None if there is none.
 
     Where nothing moves, that is what the solver says. To it, what is on the way is as much as the
@@ -80,31 +70,32 @@ def choose(profile: Profile, budget: int) -> Choice | None:
 
 def without_offload(profile: Profile) -> Profile:
     """The profile, as if there were no link."""
-    return only(profile, lambda option: not option.bytes_moved)
+    return only(profile, lambda candidate: not candidate.bytes_moved)
 
 
-def only(profile: Profile, is_meant: Callable[[Option], bool]) -> Profile:
-    """The profile with some of its options."""
+def only(profile: Profile, is_meant: Callable[[Candidate], bool]) -> Profile:
+    """The profile with some of its candidates."""
     blocks = (
-        replace(block, options=tuple(filter(is_meant, block.options))) for block in profile.blocks
+        replace(block, candidates=tuple(filter(is_meant, block.candidates)))
+        for block in profile.blocks
     )
     return replace(profile, blocks=tuple(blocks))
 
 
-def _solved(profile: Profile, budget: int, effort: dict[str, float]) -> Choice | None:
+def _solved(profile: Profile, budget: int, effort: dict[str, float]) -> Solution | None:
     if counts(profile):
         return _choose_counts(profile, budget, {**effort, "mip_rel_gap": 1e-6})
     return _choose_each(profile, budget, effort)
 
 
-def _held(option: Option, passed: int) -> float:
+def _held(candidate: Candidate, passed: int) -> float:
     """What is left on the device by a block that was handed so much, in MiB."""
-    return (option.bytes_held - min(passed, option.input_let_go)) / _MIB
+    return (candidate.bytes_held - min(passed, candidate.input_freed)) / _MIB
 
 
-def _cached(profile: Profile, option: Option) -> float:
+def _cached(profile: Profile, candidate: Candidate) -> float:
     """Casts that autocast's cache holds from a block's forward to the head, in MiB."""
-    return option.casts_cached / _MIB if len(set(profile.cast_epochs)) == 1 else 0.0
+    return candidate.casts_cached / _MIB if len(set(profile.cast_epochs)) == 1 else 0.0
 
 
 def counts(profile: Profile) -> bool:
@@ -114,45 +105,47 @@ def counts(profile: Profile) -> bool:
     )
 
 
-def _least_held(profile: Profile) -> Choice:
-    """Every block by the option that holds least."""
-    menus = (profile.options(i) for i in range(len(profile.order)))
-    options = tuple(min(menu, key=_bytes_held) for menu in menus)
-    return Choice(options, simulate(profile, options), 0.0)
+def _least_held(profile: Profile) -> Solution:
+    """Every block by the candidate that holds least."""
+    menus = (profile.candidates(i) for i in range(len(profile.order)))
+    candidates = tuple(min(menu, key=_bytes_held) for menu in menus)
+    return Solution(candidates, simulate(profile, candidates), 0.0)
 
 
-def _spread(profile: Profile, choice: Choice) -> Choice:
-    """The same options, with those that move something evenly between the others."""
+def _spread(profile: Profile, choice: Solution) -> Solution:
+    """The same candidates, with those that move something evenly between the others."""
     if len(profile.blocks) > 1:
         return choice
-    moving = [option for option in choice.options if option.bytes_moved]
-    others = [option for option in choice.options if not option.bytes_moved]
-    count = len(choice.options)
+    moving = [candidate for candidate in choice.candidates if candidate.bytes_moved]
+    others = [candidate for candidate in choice.candidates if not candidate.bytes_moved]
+    count = len(choice.candidates)
     places = {i * count // len(moving) for i in range(len(moving))} if moving else set()
-    options = tuple((moving if i in places else others).pop(0) for i in range(count))
-    return Choice(options, simulate(profile, options), choice.gap)
+    candidates = tuple((moving if i in places else others).pop(0) for i in range(count))
+    return Solution(candidates, simulate(profile, candidates), choice.gap)
 
 
 _LOOKS = 200_000
 """Blocks that are looked at to improve a choice, about a third of a second."""
 
 
-def improved(profile: Profile, choice: Choice, budget: int, most: int = _LOOKS) -> Choice:
+def improved(profile: Profile, choice: Solution, budget: int, most: int = _LOOKS) -> Solution:
     """The choice, changed one block at a time as long as that makes it better."""
     paths = [path for path, _ in profile.order]
     looks = 0
     while looks < most:
         best = choice
-        for place in _edges(choice.options):
+        for place in _edges(choice.candidates):
             if looks >= most:
                 break
             same = {i for i, path in enumerate(paths) if path == paths[place]}
-            for option in profile.options(place):
-                options = tuple(option if i in same else o for i, o in enumerate(choice.options))
-                prediction = simulate(profile, options)
-                looks += len(options)
+            for candidate in profile.candidates(place):
+                candidates = tuple(
+                    candidate if i in same else o for i, o in enumerate(choice.candidates)
+                )
+                prediction = simulate(profile, candidates)
+                looks += len(candidates)
                 if _badness(prediction, budget) < _badness(best.prediction, budget):
-                    best = Choice(options, prediction, choice.gap)
+                    best = Solution(candidates, prediction, choice.gap)
         if best is choice:
             return choice
         choice = best
@@ -166,71 +159,73 @@ def _badness(prediction: Prediction, budget: int) -> tuple[int, float]:
 _LOOKS_SHAKING = 250_000
 """Blocks that are looked at to shake a choice, about half a second."""
 _SWAPS = 0.3
-"""The share of tries that have two blocks of a kind swap their options."""
+"""The share of tries that have two blocks of a kind swap their candidates."""
 _HEAT = 0.003
 """How much worse a choice may become at first, as a share of its time."""
 _TOO_MUCH = 3.0
 """How much worse it makes a choice to be over the budget, by the share that it is over."""
 
 
-def shaken(profile: Profile, choice: Choice, budget: int) -> Choice:
+def shaken(profile: Profile, choice: Solution, budget: int) -> Solution:
     """The choice, or a better one that is found by changing two blocks at a time at random.
 
-    They get other options, or each other's. What makes things worse is taken too, if it is by
+    They get other candidates, or each other's. What makes things worse is taken too, if it is by
     little, and by less and less: simulated annealing. At random, but the same for the same
     question.
     """
     if len({path for path, _ in profile.order}) < len(profile.order):
-        return choice  # a block that is called twice has one option
+        return choice  # a block that is called twice has one candidate
     dice = Random(0)
     count = len(profile.order)
-    pairs = sum(len(profile.options(i)) for i in range(count)) ** 2
+    pairs = sum(len(profile.candidates(i)) for i in range(count)) ** 2
     tries = min(_LOOKS_SHAKING // count, 4 * pairs)
     whole = choice.prediction.seconds or 1.0
 
     def cost(found: Prediction) -> float:
         return found.seconds / whole + _TOO_MUCH * max(found.peak - budget, 0) / budget
 
-    now, cost_now = choice.options, cost(choice.prediction)
+    now, cost_now = choice.candidates, cost(choice.prediction)
     for i in range(tries):
         heat = _HEAT * (1 - i / tries) ** 2
         one, other = dice.randrange(count), dice.randrange(count)
-        options = list(now)
+        candidates = list(now)
         if profile.order[one][1] == profile.order[other][1] and dice.random() < _SWAPS:
-            options[one], options[other] = options[other], options[one]
+            candidates[one], candidates[other] = candidates[other], candidates[one]
         else:
-            options[one] = dice.choice(profile.options(one))
-            options[other] = dice.choice(profile.options(other))
-        prediction = simulate(profile, options)
+            candidates[one] = dice.choice(profile.candidates(one))
+            candidates[other] = dice.choice(profile.candidates(other))
+        prediction = simulate(profile, candidates)
         worse = cost(prediction) - cost_now
         if worse <= 0 or dice.random() < exp(-worse / heat):
-            now, cost_now = tuple(options), cost_now + worse
+            now, cost_now = tuple(candidates), cost_now + worse
             if _badness(prediction, budget) < _badness(choice.prediction, budget):
-                choice = Choice(now, prediction, choice.gap)
+                choice = Solution(now, prediction, choice.gap)
     return choice
 
 
-def _edges(options: tuple[Option, ...]) -> list[int]:
-    """The places where a run of equal options begins or ends."""
-    last = len(options) - 1
+def _edges(candidates: tuple[Candidate, ...]) -> list[int]:
+    """The places where a run of equal candidates begins or ends."""
+    last = len(candidates) - 1
     return [
         i
-        for i in range(len(options))
-        if i in (0, last) or options[i - 1] != options[i] or options[i + 1] != options[i]
+        for i in range(len(candidates))
+        if i in (0, last)
+        or candidates[i - 1] != candidates[i]
+        or candidates[i + 1] != candidates[i]
     ]
 
 
-def _choose_counts(profile: Profile, budget: int, effort: dict[str, float]) -> Choice | None:
-    """The choice where all blocks are alike: how many of them run by which option.
+def _choose_counts(profile: Profile, budget: int, effort: dict[str, float]) -> Solution | None:
+    """The choice where all blocks are alike: how many of them run by which candidate.
 
     Where they run follows: those whose backward needs more come first in the forward, and so last
     in the backward, when less is held. That is the best order for the backward's peaks: of two
     neighbours, the other order adds what both hold to the larger need.
     """
-    menu = sorted(profile.blocks[0].options, key=_backward_peak, reverse=True)
+    menu = sorted(profile.blocks[0].candidates, key=_backward_peak, reverse=True)
     count, many = len(profile.order), len(menu)
     room, passed = _room(profile, budget), min(profile.passed[1:], default=0)
-    casts = [_cached(profile, option) for option in menu]
+    casts = [_cached(profile, candidate) for candidate in menu]
     # How many, whether any, which is first; then the largest move and two waits.
     any_, first, flying = many, 2 * many, 3 * many
     out, into, columns = flying + 1, flying + 2, flying + 3
@@ -243,17 +238,17 @@ def _choose_counts(profile: Profile, budget: int, effort: dict[str, float]) -> C
         for k in range(many):
             rows.add([(k, 1.0), (first + k, -1.0)], 0, np.inf)
             rows.add([(any_ + k, 1.0), *((first + i, 1.0) for i in range(k + 1, many))], 0, 1)
-    for k, option in enumerate(menu):
+    for k, candidate in enumerate(menu):
         rows.add([(any_ + k, float(count)), (k, -1.0)], 0, np.inf)
         held = [*((i, _held(menu[i], passed)) for i in range(k + 1)), *back]
         forward = [(i, nbytes + casts[i]) for i, nbytes in held[: k + 1]] + back
-        peak = option.forward_peak / _MIB - _held(option, passed) - casts[k]
+        peak = candidate.forward_peak / _MIB - _held(candidate, passed) - casts[k]
         rows.add([*forward, (any_ + k, peak), (flying, 1.0)], -np.inf, room)
         there = held if not profile.casts_in_backward else [*held, *enumerate(casts)]
-        peak = (option.backward_peak + profile.output_held) / _MIB
+        peak = (candidate.backward_peak + profile.output_held) / _MIB
         rows.add([*there, (any_ + k, peak), (flying, 1.0)], -np.inf, room)
-        rows.add([(flying, 1.0), (any_ + k, -option.bytes_moved / _MIB)], 0, np.inf)
-    held = [*((i, _held(option, passed)) for i, option in enumerate(menu)), *back]
+        rows.add([(flying, 1.0), (any_ + k, -candidate.bytes_moved / _MIB)], 0, np.inf)
+    held = [*((i, _held(candidate, passed)) for i, candidate in enumerate(menu)), *back]
     there = [*held, *enumerate(casts)]
     if any(casts):
         rows.add([*there, (flying, 1.0)], -np.inf, room - profile.cached_rest_peak / _MIB)
@@ -262,12 +257,16 @@ def _choose_counts(profile: Profile, budget: int, effort: dict[str, float]) -> C
     rows.add([*there, (flying, 1.0)], -np.inf, room - profile.rest_peak / _MIB)
     for wait, name in ((out, "forward_seconds"), (into, "backward_seconds")):
         spare = [
-            (k, getattr(option, name) - option.bytes_moved / (profile.bytes_per_second or 1.0))
-            for k, option in enumerate(menu)
+            (
+                k,
+                getattr(candidate, name)
+                - candidate.bytes_moved / (profile.bytes_per_second or 1.0),
+            )
+            for k, candidate in enumerate(menu)
         ]
         rows.add([(wait, 1.0), *spare], 0, np.inf)
     cost = np.zeros(columns)
-    cost[:many] = [option.seconds + 1e-12 * option.bytes_held / _MIB for option in menu]
+    cost[:many] = [candidate.seconds + 1e-12 * candidate.bytes_held / _MIB for candidate in menu]
     cost[out] = cost[into] = 1.0
     cost *= _scale(menu)
     limits = np.concatenate([np.full(many, count), np.ones(2 * many), np.full(3, np.inf)])
@@ -280,8 +279,10 @@ def _choose_counts(profile: Profile, budget: int, effort: dict[str, float]) -> C
     )
     if result.x is None:
         return None
-    options = tuple(option for k, option in enumerate(menu) for _ in range(round(result.x[k])))
-    return Choice(options, simulate(profile, options), float(result.mip_gap or 0.0))
+    candidates = tuple(
+        candidate for k, candidate in enumerate(menu) for _ in range(round(result.x[k]))
+    )
+    return Solution(candidates, simulate(profile, candidates), float(result.mip_gap or 0.0))
 
 
 def _room(profile: Profile, budget: int) -> float:
@@ -290,24 +291,24 @@ def _room(profile: Profile, budget: int) -> float:
     return (budget - taken) / _MIB
 
 
-def _scale(options: list[Option]) -> float:
+def _scale(candidates: list[Candidate]) -> float:
     """So that HiGHS, which takes a millionth for nothing, sees differences of microseconds."""
-    seconds = [option.seconds for option in options if option.seconds > 0]
+    seconds = [candidate.seconds for candidate in candidates if candidate.seconds > 0]
     return 1e4 / min(seconds, default=1.0)
 
 
-def _backward_peak(option: Option) -> tuple[int, int]:
-    return option.backward_peak, option.bytes_moved
+def _backward_peak(candidate: Candidate) -> tuple[int, int]:
+    return candidate.backward_peak, candidate.bytes_moved
 
 
-def _choose_each(profile: Profile, budget: int, effort: dict[str, float]) -> Choice | None:
-    """The choice where blocks differ: an option for each place."""
-    menus = [profile.options(position) for position in range(len(profile.order))]
+def _choose_each(profile: Profile, budget: int, effort: dict[str, float]) -> Solution | None:
+    """The choice where blocks differ: an candidate for each place."""
+    menus = [profile.candidates(position) for position in range(len(profile.order))]
     room, output = _room(profile, budget), profile.output_held / _MIB
     starts = np.cumsum([0, *(len(menu) for menu in menus)])
     binaries = int(starts[-1])
     count = len(menus)
-    # After the options: what is held after each block, the largest move, and two waits.
+    # After the candidates: what is held after each block, the largest move, and two waits.
     held, flying, wait_out, wait_in = binaries, binaries + count, binaries + count + 1, -1
     columns = binaries + count + 3
     wait_in = columns - 1
@@ -323,20 +324,20 @@ def _choose_each(profile: Profile, budget: int, effort: dict[str, float]) -> Cho
         passed = profile.passed[i] if profile.passed else 0
         is_again = profile.order[i][0] in {path for path, _ in profile.order[:i]}
         sums = [
-            (column(i, k), _held(option, passed) - is_again * option.casts_held / _MIB)
-            for k, option in enumerate(menu)
+            (column(i, k), _held(candidate, passed) - is_again * candidate.casts_held / _MIB)
+            for k, candidate in enumerate(menu)
         ]
         rows.add([*before, *sums, (held + i, -1.0)], 0, 0)
-        peaks = [(column(i, k), option.forward_peak / _MIB) for k, option in enumerate(menu)]
+        peaks = [(column(i, k), candidate.forward_peak / _MIB) for k, candidate in enumerate(menu)]
         rows.add([*before, *casts, *peaks, (flying, 1.0)], -np.inf, room)
         if not is_again:
             cached = [(column(i, k), _cached(profile, o)) for k, o in enumerate(menu)]
             casts += [(place, nbytes) for place, nbytes in cached if nbytes]
     there = casts if profile.casts_in_backward else []
     for i, menu in enumerate(menus):
-        peaks = [(column(i, k), option.backward_peak / _MIB) for k, option in enumerate(menu)]
+        peaks = [(column(i, k), candidate.backward_peak / _MIB) for k, candidate in enumerate(menu)]
         rows.add([(held + i, 1.0), *there, *peaks, (flying, 1.0)], -np.inf, room - output)
-        moves = [(column(i, k), option.bytes_moved / _MIB) for k, option in enumerate(menu)]
+        moves = [(column(i, k), candidate.bytes_moved / _MIB) for k, candidate in enumerate(menu)]
         rows.add([*((c, -v) for c, v in moves), (flying, 1.0)], 0, np.inf)
     last = [(held + count - 1, 1.0), (flying, 1.0)]
     rows.add([*last, *there], -np.inf, room - profile.rest_peak / _MIB)
@@ -344,7 +345,7 @@ def _choose_each(profile: Profile, budget: int, effort: dict[str, float]) -> Cho
         rows.add([*last, *casts], -np.inf, room - profile.cached_rest_peak / _MIB)
     _add_waits(rows, profile, menus, column, wait_out, wait_in)
     first: dict[str, int] = {}
-    for i, (path, _) in enumerate(profile.order):  # a block that is called twice has one option
+    for i, (path, _) in enumerate(profile.order):  # a block that is called twice has one candidate
         other = first.setdefault(path, i)
         if other != i:
             for k in range(len(menus[i])):
@@ -352,10 +353,10 @@ def _choose_each(profile: Profile, budget: int, effort: dict[str, float]) -> Cho
 
     cost = np.zeros(columns)
     for i, menu in enumerate(menus):
-        for k, option in enumerate(menu):  # of equals, the one that holds less
-            cost[column(i, k)] = option.seconds + 1e-12 * option.bytes_held / _MIB
+        for k, candidate in enumerate(menu):  # of equals, the one that holds less
+            cost[column(i, k)] = candidate.seconds + 1e-12 * candidate.bytes_held / _MIB
     cost[wait_out] = cost[wait_in] = 1.0
-    cost *= _scale([option for menu in menus for option in menu])
+    cost *= _scale([candidate for menu in menus for candidate in menu])
     result = milp(
         cost,
         constraints=LinearConstraint(rows.matrix(columns).tocsr(), rows.lower, rows.upper),
@@ -365,10 +366,10 @@ def _choose_each(profile: Profile, budget: int, effort: dict[str, float]) -> Cho
     )
     if result.x is None:
         return None
-    options = tuple(
+    candidates = tuple(
         menu[int(np.argmax(result.x[starts[i] : starts[i + 1]]))] for i, menu in enumerate(menus)
     )
-    return Choice(options, simulate(profile, options), float(result.mip_gap or 0.0))
+    return Solution(candidates, simulate(profile, candidates), float(result.mip_gap or 0.0))
 
 
 def _add_waits(rows: _Rows, profile: Profile, menus, column, out: int, into: int) -> None:  # type: ignore[no-untyped-def]
@@ -376,19 +377,19 @@ def _add_waits(rows: _Rows, profile: Profile, menus, column, out: int, into: int
     for wait, seconds in ((out, "forward_seconds"), (into, "backward_seconds")):
         entries = [(wait, 1.0)]
         for i, menu in enumerate(menus):
-            for k, option in enumerate(menu):
-                taken = option.bytes_moved / (profile.bytes_per_second or 1.0)
-                entries.append((column(i, k), getattr(option, seconds) - taken))
+            for k, candidate in enumerate(menu):
+                taken = candidate.bytes_moved / (profile.bytes_per_second or 1.0)
+                entries.append((column(i, k), getattr(candidate, seconds) - taken))
         rows.add(entries, 0, np.inf)
 
 
-def smallest(profile: Profile) -> Choice:
+def smallest(profile: Profile) -> Solution:
     """The choice with the lowest peak: by bisection over budgets, then step by step.
 
     As far as nothing moves, by bytes alone: the same for every measurement of the same step.
     """
     still = _timeless(without_offload(profile))
-    largest = [max(still.options(i), key=_bytes_held) for i in range(len(still.order))]
+    largest = [max(still.candidates(i), key=_bytes_held) for i in range(len(still.order))]
     low, high = 0, max(simulate(still, largest).peak, 1)
     best = _solved(still, high, _ROUGHLY) or _solved(still, 4 * high, _ROUGHLY)
     assert best is not None, "four times the plain peak is enough for anything"
@@ -400,10 +401,11 @@ def smallest(profile: Profile) -> Choice:
         else:
             best, high = found, min(middle, found.prediction.peak)
     timed = without_offload(profile)
-    options = tuple(
-        timed.options(i)[still.options(i).index(option)] for i, option in enumerate(best.options)
+    candidates = tuple(
+        timed.candidates(i)[still.candidates(i).index(candidate)]
+        for i, candidate in enumerate(best.candidates)
     )
-    best = Choice(options, simulate(profile, options), best.gap)
+    best = Solution(candidates, simulate(profile, candidates), best.gap)
     if not moves(profile):
         return best
     starts = best, _least_held(profile)
@@ -413,30 +415,31 @@ def smallest(profile: Profile) -> Choice:
 def _timeless(profile: Profile) -> Profile:
     """The profile as if nothing took any time."""
 
-    def timeless(option: Option) -> Option:
+    def timeless(candidate: Candidate) -> Candidate:
         return replace(
-            option,
+            candidate,
             forward_seconds=0.0,
             backward_seconds=0.0,
-            forward_host=0.0,
-            backward_host=0.0,
+            forward_host_seconds=0.0,
+            backward_host_seconds=0.0,
             seconds_noise=0.0,
         )
 
     blocks = (
-        replace(block, options=tuple(map(timeless, block.options))) for block in profile.blocks
+        replace(block, candidates=tuple(map(timeless, block.candidates)))
+        for block in profile.blocks
     )
     return replace(profile, blocks=tuple(blocks))
 
 
 def moves(profile: Profile) -> bool:
-    """Whether any option sends something to host memory."""
-    return any(option.bytes_moved for block in profile.blocks for option in block.options)
+    """Whether any candidate sends something to host memory."""
+    return any(candidate.bytes_moved for block in profile.blocks for candidate in block.candidates)
 
 
-def _peak(choice: Choice) -> int:
+def _peak(choice: Solution) -> int:
     return choice.prediction.peak
 
 
-def _bytes_held(option: Option) -> int:
-    return option.bytes_held
+def _bytes_held(candidate: Candidate) -> int:
+    return candidate.bytes_held

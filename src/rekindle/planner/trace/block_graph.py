@@ -8,7 +8,6 @@ alone, such as their casts under autocast, counts as coming from outside. Ops ha
 have under a policy (`ctx.number`), and the addresses by which a plan finds them again.
 """
 
-import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle.offload.activation import Kept, unpack
 from rekindle.planner.devices import Device, seconds_of
+from rekindle.planner.types import BlockTrace, TracedOp, TracedValue
 from rekindle.regions.selective.op_addresses import (
     ModuleFinder,
     depends_on_parameters_alone,
@@ -37,53 +37,6 @@ from rekindle.torch_private.dispatch_modes import (
 from rekindle.torch_private.pytrees import tree_leaves
 from rekindle.torch_private.storages import storage_key
 
-
-@dataclass(frozen=True)
-class Op:
-    """One op that can be run again."""
-
-    number: int
-    name: str
-    seconds: float
-    """An estimate, to be compared with that of other ops."""
-    inputs: tuple[int, ...]
-    """The values it is given that the block made, by their index."""
-    outputs: tuple[int, ...]
-    address: OpAddress | None = None
-
-
-@dataclass(frozen=True)
-class Value:
-    """One storage that the block made."""
-
-    nbytes: int
-    maker: int | None
-    """The index of the op that makes it; None if it cannot be made again, and is held if needed."""
-    changes: bool = False
-    """Whether it is written to after it was made: then it is no good to send it away at once."""
-
-
-@dataclass(frozen=True)
-class Graph:
-    """What a block does in forward."""
-
-    ops: tuple[Op, ...]
-    values: tuple[Value, ...]
-    saved: frozenset[int]
-    """Values that autograd saves."""
-    saves: tuple[int | None, ...] = ()
-    """What autograd saves, one after the other: a value, or None for what comes from outside."""
-    communicates: bool = False
-    """Whether the block runs collectives: ranks then have to recompute the same of them."""
-
-    def structure(self) -> str:
-        """A digest of all but sizes and seconds: what has the same runs the same ops."""
-        ops = [replace(op, seconds=0.0) for op in self.ops]
-        values = [replace(value, nbytes=0) for value in self.values]
-        told = repr((ops, values, sorted(self.saved), self.saves))
-        return hashlib.sha256(told.encode()).hexdigest()
-
-
 _FIXED = -1
 """In place of a value's index: a storage whose content parameters alone decide."""
 
@@ -92,8 +45,8 @@ _FIXED = -1
 class _Builder:
     """The graph so far. Storages are known weakly: it holds none of what the block makes."""
 
-    ops: list[Op] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
+    ops: list[TracedOp] = field(default_factory=list)
+    values: list[TracedValue] = field(default_factory=list)
     saves: list[int | None] = field(default_factory=list)
     changed: set[int] = field(default_factory=set)
     _known: dict[int, tuple[Any, int]] = field(default_factory=dict)
@@ -114,7 +67,7 @@ class _Builder:
     def add(self, tensor: Tensor, maker: int | None) -> int:
         """A new value, made by an op."""
         index = len(self.values)
-        self.values.append(Value(_nbytes(tensor), maker))
+        self.values.append(TracedValue(_nbytes(tensor), maker))
         self._enter(tensor, index)
         return index
 
@@ -186,7 +139,7 @@ class _GraphMode(TorchDispatchMode):
             name = func.name() if hasattr(func, "name") else str(func)
             seconds = seconds_of(self._device, func, args, kwargs, out)
             address = self._address(name)
-            built.ops.append(Op(self._number, name, seconds, inputs, outputs, address))
+            built.ops.append(TracedOp(self._number, name, seconds, inputs, outputs, address))
         return out
 
     def _address(self, name: str) -> OpAddress | None:
@@ -196,7 +149,9 @@ class _GraphMode(TorchDispatchMode):
         return OpAddress(self._modules.path(), name, self.counts[name] - 1, 0)
 
 
-def record(forward: Callable[[], Any], device: Device, block: nn.Module | None = None) -> Graph:
+def record(
+    forward: Callable[[], Any], device: Device, block: nn.Module | None = None
+) -> BlockTrace:
     """The graph of a block's forward, which runs once, with what its ops cost on a device.
 
     With the block, ops have addresses in it. Nothing is held that a plain forward does not hold,
@@ -221,7 +176,7 @@ def record(forward: Callable[[], Any], device: Device, block: nn.Module | None =
     )
     values = (replace(value, changes=i in built.changed) for i, value in enumerate(built.values))
     saved = frozenset(index for index in built.saves if index is not None)
-    return Graph(ops, tuple(values), saved, tuple(built.saves), mode.communicates)
+    return BlockTrace(ops, tuple(values), saved, tuple(built.saves), mode.communicates)
 
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
