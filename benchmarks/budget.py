@@ -30,7 +30,7 @@ from benchmarks.strategies import (
 from benchmarks.workload import Comparison, Forward, Workload
 from rekindle.modules.apply_strategies import undo
 from rekindle.planner.fit import fastest_within
-from rekindle.planner.training_step import Step
+from rekindle.planner.training_step import TrainingStep
 
 SHARES = (0.7, 0.6, 0.5, 0.35, 0.2)
 LEAST = "rekindle, the least"
@@ -86,7 +86,7 @@ def measure(shape: Shape, device: str, seconds: float) -> tuple[list[BudgetResul
         total: Tensor = work.decoder(work.x).sum()
         return total
 
-    profile, step = rekindle.profile(work.decoder, loss), Step(work.decoder, loss)
+    profile, step = rekindle.profile(work.decoder, loss), TrainingStep(work.decoder, loss)
     profiled = time.perf_counter() - start
     start = time.perf_counter()
     base = profile.static_bytes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.planner.trace.block_signature import traits_of
+from rekindle.planner.trace.block_signature import settings_of
 from tests.toys import Block
 
 pytest.importorskip("scipy")
@@ -35,7 +35,7 @@ def kinds(*settings: dict[str, Any]) -> list[int]:
 
 
 def distinct(*blocks: nn.Module) -> int:
-    traits = traits_of({f"layers.{i}": block for i, block in enumerate(blocks)})
+    traits = settings_of({f"layers.{i}": block for i, block in enumerate(blocks)})
     return len({repr(each) for each in traits.values()})
 
 

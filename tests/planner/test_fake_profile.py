@@ -21,8 +21,8 @@ from rekindle.modules.forward import forward_of
 from rekindle.planner.devices import DEVICES, Device, Efficiency, OpClock, device_named, device_of
 from rekindle.planner.measure.measured_step import try_out
 from rekindle.planner.plan_for_budget import plain_prediction
-from rekindle.planner.trace.fake_tensors import faked
-from rekindle.planner.training_step import Step
+from rekindle.planner.trace.fake_tensors import with_fake_tensors
+from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockTrace, Candidate
 from rekindle.strategy import Keep, NumberedOps, Recompute, Selective
 from tests.planner.test_fit import CASES, Case, step, unchanged
@@ -388,7 +388,7 @@ def test_a_plan_made_on_the_meta_device_keeps_the_real_step_within_its_budget() 
     far = batch.detach().to("meta").requires_grad_()
     profile = rekindle.profile(meta, far, device="meta", like="cpu")
     plan = rekindle.solve(profile, "60%")
-    assert try_out(Step(model, batch), plan, profile).peak <= plan.budget
+    assert try_out(TrainingStep(model, batch), plan, profile).peak <= plan.budget
 
 
 def test_a_device_may_be_described() -> None:
@@ -435,7 +435,7 @@ def test_dropout_and_attention_with_dropout_are_as_on_a_gpu(dtype: torch.dtype) 
     model, x = Dropping().to(dtype), torch.randn(2, 4, 16, 8, dtype=dtype)
     found = {}
     for name in ("cpu", "H100"):
-        with faked(model, x, as_on=name) as given, Names() as names:
+        with with_fake_tensors(model, x, as_on=name) as given, Names() as names:
             model(given)
         found[name] = names.found
     with Names() as names:

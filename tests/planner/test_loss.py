@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import rekindle
-from rekindle.planner.loss import checked_loss, in_form
+from rekindle.planner.loss import batch_in_form, checked_loss
 from rekindle.planner.measure.memory_meter import LiveBytes, bytes_of
 from tests.toys import Block, Stack, same_bits, total
 
@@ -314,9 +314,9 @@ def test_a_loss_gets_the_batch_as_it_was_given_when_it_is_planned_again(batch: s
 
 def test_a_call_by_keyword_is_a_batch_of_any_form() -> None:
     model = Stack(1)
-    assert in_form("mapping", model, (1,), {"run": 2}) == {"x": 1, "run": 2}
-    assert in_form("sequence", model, (1,), {"run": 2}) == (1, 2)
-    assert in_form("tensor", model, (), {"x": 1}) == 1
+    assert batch_in_form("mapping", model, (1,), {"run": 2}) == {"x": 1, "run": 2}
+    assert batch_in_form("sequence", model, (1,), {"run": 2}) == (1, 2)
+    assert batch_in_form("tensor", model, (), {"x": 1}) == 1
 
 
 def test_planning_again_counts_the_loss_of_the_larger_batch() -> None:

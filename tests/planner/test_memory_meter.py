@@ -14,7 +14,7 @@ from torch.nn.functional import rrelu
 
 import rekindle
 from rekindle.planner.measure.memory_meter import LiveBytes, metered, metered_as_a_whole
-from rekindle.planner.training_step import shapes_of
+from rekindle.planner.training_step import describe_tree
 from rekindle.regions.recompute import rng_state as random_state
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def test_a_meter_that_is_over_is_held_by_nothing_that_it_has_seen() -> None:
 def test_a_batch_in_words_holds_none_of_its_tensors(wraps: Any) -> None:
     x = torch.ones(4)
     batch = x if wraps is None else wraps((x,)) if wraps is list else wraps(x, torch.ones(4).long())
-    assert "float32[4]" in str(shapes_of(batch))
+    assert "float32[4]" in str(describe_tree(batch))
     gone = ref(x)
     del x, batch
     assert gone() is None

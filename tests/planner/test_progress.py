@@ -1,4 +1,4 @@
-"""How far a measurement is: when it is shown, where, and in which words."""
+"""Progress: when it is shown, where, and in which words."""
 
 import io
 import logging
@@ -10,7 +10,7 @@ import torch
 import rekindle
 from rekindle._api import planning
 from rekindle.planner import progress
-from rekindle.planner.progress import Progress, each, shown, tell
+from rekindle.planner.progress import Progress, count_progress, report_progress, show_progress
 from tests.planner.test_solve import random_profile
 from tests.toys import Stack
 
@@ -18,7 +18,7 @@ pytest.importorskip("scipy")
 
 
 class Clock:
-    """Goes on when it is told to."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -41,7 +41,7 @@ def usual_terminal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFix
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """What was logged."""
+    """The lines that were logged."""
     found: list[str] = []
 
     class Handler(logging.Handler):
@@ -56,23 +56,23 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 
 def run_a_while(progress: Progress, clock: Clock, seconds: float = 1.5) -> None:
-    """Two blocks of three options, each of which takes a while."""
-    with shown(progress):
-        tell("outline")
-        for _ in each("ab", "block"):
-            for _ in each([1, 2, 3], "option"):
+    """Two blocks of three candidates, each of which takes a while."""
+    with show_progress(progress):
+        report_progress("trace")
+        for _ in count_progress("ab", "block"):
+            for _ in count_progress([1, 2, 3], "candidate"):
                 clock.now += seconds
-        tell("verify")
+        report_progress("verify")
 
 
-EVERY_STEP = [
-    "block 1 of 2: option 1 of 3",
-    "block 1 of 2: option 2 of 3",
-    "block 1 of 2: option 3 of 3",
+EVERY_STAGE = [
+    "block 1 of 2: candidate 1 of 3",
+    "block 1 of 2: candidate 2 of 3",
+    "block 1 of 2: candidate 3 of 3",
     "block 2 of 2",
-    "block 2 of 2: option 1 of 3",
-    "block 2 of 2: option 2 of 3",
-    "block 2 of 2: option 3 of 3",
+    "block 2 of 2: candidate 1 of 3",
+    "block 2 of 2: candidate 2 of 3",
+    "block 2 of 2: candidate 3 of 3",
     "verify",
 ]
 
@@ -87,12 +87,12 @@ def test_what_takes_less_than_two_seconds_is_not_shown(
     assert (out.getvalue(), lines) == ("", [])
 
 
-def test_on_a_terminal_a_bar_tells_every_step_after_two_seconds(lines: list[str]) -> None:
+def test_on_a_terminal_a_bar_shows_every_stage_after_two_seconds(lines: list[str]) -> None:
     pytest.importorskip("rich")
     out, clock = Terminal(), Clock()
     run_a_while(Progress(stream=out, clock=clock), clock)
-    told = out.getvalue()
-    found = [told.find(f"rekindle: {step} ") for step in EVERY_STEP]
+    shown = out.getvalue()
+    found = [shown.find(f"rekindle: {stage} ") for stage in EVERY_STAGE]
     assert found[:2] == [-1, -1]  # by then a second and a half went by
     assert found[2] > -1
     assert found[2:] == sorted(found[2:])
@@ -114,14 +114,14 @@ def test_a_bar_is_taken_away_when_something_fails() -> None:
 
     def fail_later(number: int) -> float:
         clock.now = 3
-        tell("outline")
+        report_progress("trace")
         return 1 / number
 
-    with pytest.raises(ZeroDivisionError), shown(Progress(stream=out, clock=clock)):
+    with pytest.raises(ZeroDivisionError), show_progress(Progress(stream=out, clock=clock)):
         fail_later(0)
-    assert "rekindle: outline" in out.getvalue()
+    assert "rekindle: trace" in out.getvalue()
     assert out.getvalue().endswith("\x1b[2K")
-    tell("nobody is told")
+    report_progress("nobody sees this")
     assert "nobody" not in out.getvalue()
 
 
@@ -129,8 +129,8 @@ def test_elsewhere_lines_are_logged_at_most_every_two_seconds(lines: list[str]) 
     out, clock = io.StringIO(), Clock()
     run_a_while(Progress(stream=out, clock=clock), clock)
     assert lines == [
-        "block 1 of 2: option 3 of 3",
-        "block 2 of 2: option 2 of 3",
+        "block 1 of 2: candidate 3 of 3",
+        "block 2 of 2: candidate 2 of 3",
         "verify",
     ]
     assert out.getvalue() == ""
@@ -147,7 +147,7 @@ def test_a_bar_may_be_asked_for_where_there_is_no_terminal(lines: list[str]) -> 
     pytest.importorskip("rich")
     out, clock = io.StringIO(), Clock()
     run_a_while(Progress(True, stream=out, clock=clock), clock)
-    assert "rekindle: block 2 of 2: option 1 of 3" in out.getvalue()
+    assert "rekindle: block 2 of 2: candidate 1 of 3" in out.getvalue()
     assert lines == []
 
 
@@ -157,39 +157,39 @@ def test_nothing_is_shown_where_nothing_is_wanted(lines: list[str]) -> None:
     assert (out.getvalue(), lines) == ("", [])
 
 
-def test_the_inner_of_two_tells_the_outer(lines: list[str]) -> None:
+def test_the_inner_of_two_is_shown_by_the_outer(lines: list[str]) -> None:
     clock = Clock()
-    with shown(Progress(stream=io.StringIO(), clock=clock)):
+    with show_progress(Progress(stream=io.StringIO(), clock=clock)):
         clock.now = 3
-        with shown(Progress(False)):
-            tell("inside")
+        with show_progress(Progress(False)):
+            report_progress("inside")
         clock.now = 6
-        tell("outside")
+        report_progress("outside")
     assert lines == ["inside", "outside"]
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All that a run of the budget tells, as if it took long."""
+def stages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All stages that a call shows, as if it took long."""
     found: list[str] = []
     monkeypatch.setattr(Progress, "_show", lambda _self, words, _share: found.append(words))
     return found
 
 
-def test_a_fit_tells_its_outline_every_option_and_its_verification(told: list[str]) -> None:
+def test_a_fit_shows_its_trace_every_candidate_and_its_verification(stages: list[str]) -> None:
     model, x = Stack(3, 16), torch.randn(64, 16)  # the first block's input needs no gradient
     rekindle.fit(model, x, "90%")
-    assert told[:3] == ["outline", "block 1 of 2", told[2]]
-    options = [words for words in told if words.startswith("block 2 of 2: option")]
-    assert options[0] == f"block 2 of 2: option 1 of {len(options)}"
-    assert options[-1] == f"block 2 of 2: option {len(options)} of {len(options)}"
-    assert len(options) > 2
-    assert told[-3:] == ["solve", "verify", "compare gradients"]
+    assert stages[:3] == ["trace", "block 1 of 2", stages[2]]
+    candidates = [words for words in stages if words.startswith("block 2 of 2: candidate")]
+    assert candidates[0] == f"block 2 of 2: candidate 1 of {len(candidates)}"
+    assert candidates[-1] == f"block 2 of 2: candidate {len(candidates)} of {len(candidates)}"
+    assert len(candidates) > 2
+    assert stages[-3:] == ["solve", "verify", "compare gradients"]
 
 
-def test_a_frontier_tells_its_points(told: list[str]) -> None:
+def test_a_frontier_shows_its_points(stages: list[str]) -> None:
     rekindle.frontier(random_profile(0), 3)
-    assert told == ["the least that works", *(f"point {i} of 3" for i in (1, 2, 3))]
+    assert stages == ["smallest peak", *(f"point {i} of 3" for i in (1, 2, 3))]
 
 
 @pytest.mark.parametrize("wanted", [0, 1, "yes"])
@@ -204,7 +204,9 @@ def test_progress_is_a_bool_or_none(wanted: object) -> None:
         rekindle.frontier(random_profile(0), progress=wanted)  # type: ignore[arg-type]
 
 
-def test_only_the_first_rank_tells(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+def test_only_the_first_rank_shows_progress(
+    monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
     monkeypatch.setattr(planning, "is_first_rank", lambda: False)
     monkeypatch.setattr(progress, "_PATIENCE", 0.0)
     rekindle.profile(Stack(2, 16), torch.randn(8, 16))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rekindle
 from rekindle.offload.device_offloader import Lane
 from rekindle.planner import fit, plan_for_budget
-from rekindle.planner.gradient_fingerprints import Fingerprints, Gathering
+from rekindle.planner.gradient_fingerprints import FingerprintCollector, Fingerprints
 from rekindle.planner.timeline import simulate
 from rekindle.planner.verify import BIT_FOR_BIT, reference_for
 from rekindle.strategy import Keep, Recompute
@@ -272,7 +272,7 @@ def test_with_little_room_the_reference_keeps_a_block_of_each_kind() -> None:
 
 
 def fingerprints(gradients: dict[str, Tensor | None]) -> Fingerprints:
-    gathering = Gathering()
+    gathering = FingerprintCollector()
     for key, gradient in gradients.items():
         if gradient is not None:
             gathering.add(key, gradient)

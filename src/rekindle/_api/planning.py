@@ -25,7 +25,7 @@ from rekindle.planner.plan_for_budget import (
     solved,
     with_nearby,
 )
-from rekindle.planner.progress import Progress, each, shown, tell
+from rekindle.planner.progress import Progress, count_progress, report_progress, show_progress
 from rekindle.planner.ranks.rank_sync import (
     all_gather,
     collective,
@@ -33,11 +33,11 @@ from rekindle.planner.ranks.rank_sync import (
     on_first_rank,
     require_same_on_ranks,
 )
-from rekindle.planner.ranks.worst_case import outline_of, worst
+from rekindle.planner.ranks.worst_case import shape_of_profile, worst_case
 from rekindle.planner.runtime import Fitting, Verify, apply_plan, keep_fitted
-from rekindle.planner.trace.fake_profile import Like, imagine
-from rekindle.planner.trace.fake_tensors import has_no_memory
-from rekindle.planner.training_step import Step
+from rekindle.planner.trace.fake_profile import Like, fake_profile
+from rekindle.planner.trace.fake_tensors import is_without_memory
+from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Nearby, Profile
 from rekindle.torch_private.autograd_graph import has_accumulation_hooks
 
@@ -132,9 +132,9 @@ def _profile(
     if not on_meta:
         _refuse_without_memory(model)
         require_same_on_ranks(spill=spill, loss="none" if loss is None else "given")
-    with shown(_progress(progress)):
+    with show_progress(_progress(progress)):
         if on_meta:
-            found = imagine(model, batch, optimizer, like, given)
+            found = fake_profile(model, batch, optimizer, like, given)
         else:
             bench = profile_model.bench_of(compute_device(model), spill)
             found = profile_model.measure(model, batch, optimizer, bench, given)
@@ -152,7 +152,7 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 def _refuse_without_memory(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if has_no_memory(parameter):
+        if is_without_memory(parameter):
             raise ValueError(
                 f"{name} has no memory: there is nothing to measure. "
                 'With device="meta", and like="H200" or such, it is profiled all the same.'
@@ -207,12 +207,12 @@ def _agreed_profile(profile: Any, call: str) -> Profile:
         raise TypeError(f"{call}() takes a profile, but got {type(profile).__name__}")
     _need_scipy()
     profiles = all_gather(profile)
-    if any(outline_of(other) != outline_of(profile) for other in profiles):
+    if any(shape_of_profile(other) != shape_of_profile(profile) for other in profiles):
         raise ValueError(
             "The profiles that ranks were given are not of one measurement: they have other blocks "
             "or options. Call rekindle.profile on all ranks of the group at a time."
         )
-    return worst(profiles, profile)
+    return worst_case(profiles, profile)
 
 
 @dataclass(frozen=True)
@@ -240,18 +240,18 @@ def frontier(
         if not isinstance(points, int) or isinstance(points, bool) or points < 1:
             raise ValueError(f"points should be a whole number from 1 on, but got {points!r}")
         require_same_on_ranks(points=points)
-        with shown(_progress(progress)):
+        with show_progress(_progress(progress)):
             return _frontier(profile, points)
 
 
 def _frontier(profile: Profile, points: int) -> list[Point]:
     from rekindle.planner.solve import solver  # noqa: PLC0415
 
-    tell("the least that works")
+    report_progress("smallest peak")
     highest = plain_prediction(profile).peak
     least = on_first_rank(lambda: solver.smallest(profile).prediction.peak)
     found: list[Point] = []
-    for i in each(range(points), "point"):
+    for i in count_progress(range(points), "point"):
         budget = highest - (highest - least) * i // max(points - 1, 1)
         plan = solved(profile, max(budget, least))
         if not found or plan.predicted_peak < found[-1].peak:
@@ -320,7 +320,7 @@ def fit(
         progress: as for `profile`.
         group: as for `profile`: the ranks that plan together.
     """
-    with collective("fit", group), shown(_progress(progress)):
+    with collective("fit", group), show_progress(_progress(progress)):
         return _fit(model, batch, budget, loss, optimizer, profile, spill, verify)
 
 
@@ -355,7 +355,7 @@ def _fit(
         if optimizer is not None:
             known = _with_state(known, model, batch, optimizer)
         measured = _agreed_profile(known, "fit")
-    step = Step(model, batch, given)
+    step = TrainingStep(model, batch, given)
     plan = fitted(step, budget, measured, verify)
     apply_plan(model, plan)
     is_outside = given is not None or step.function is not None
@@ -375,7 +375,7 @@ def _fit(
 def _with_state(profile: Profile, model: nn.Module, batch: Any, optimizer: Any) -> Profile:
     """A profile that may have been measured without the optimizer, with its state counted."""
     device = compute_device(model)
-    counted = static_bytes(model, optimizer, device, Step(model, batch).tensors())
+    counted = static_bytes(model, optimizer, device, TrainingStep(model, batch).batch_tensors())
     return replace(profile, static_bytes=max(profile.static_bytes, counted))
 
 
@@ -388,7 +388,7 @@ def _check_measured(profile: Any, model: nn.Module, batch: Any, loss: Loss | Non
         raise ValueError(
             f"The profile is of a {profile.model}, but the model is a {class_name(model)}"
         )
-    shapes = Step(model, batch).shapes()
+    shapes = TrainingStep(model, batch).describe_batch()
     if profile.batch != shapes:
         raise ValueError(f"The profile is of a batch {profile.batch}, but the batch is {shapes}")
     if (profile.loss == "given") != (loss is not None):

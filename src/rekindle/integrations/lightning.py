@@ -13,7 +13,7 @@ from torch import nn
 import rekindle
 from rekindle.integrations import What, library, models
 from rekindle.module_attachment import annotate_oom
-from rekindle.planner.input_shapes import Shapes, elements, input_shapes, told
+from rekindle.planner.input_shapes import Shapes, count_elements, format_shapes, input_shapes
 from rekindle.sizes import format_bytes
 
 lightning = library("lightning.pytorch" if find_spec("lightning") else "pytorch_lightning")
@@ -60,7 +60,7 @@ class Callback(_Callback):  # type: ignore[misc]
         if self.budget is None:
             return
         shapes, before = input_shapes((batch,), {}), self._planned
-        if before is not None and elements(shapes) <= elements(before):
+        if before is not None and count_elements(shapes) <= count_elements(before):
             return
         self._planned = shapes
         name = type(pl_module).__name__
@@ -68,7 +68,7 @@ class Callback(_Callback):  # type: ignore[misc]
             _log.warning(
                 "%s is given %s, larger than %s that was planned for: a step may peak above the "
                 "budget. It is not planned again: ranks would have to agree on when",
-                *(name, told(shapes), told(before)),
+                *(name, format_shapes(shapes), format_shapes(before)),
             )
             return
         with _unlogged(pl_module):
@@ -83,7 +83,13 @@ class Callback(_Callback):  # type: ignore[misc]
             _log.warning(
                 "%s is given %s, larger than %s that was planned for: planned again. A step will "
                 "peak at %s, within %s",
-                *(name, told(shapes), told(before), peak, format_bytes(self.plan.budget)),
+                *(
+                    name,
+                    format_shapes(shapes),
+                    format_shapes(before),
+                    peak,
+                    format_bytes(self.plan.budget),
+                ),
             )
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""Warnings that point to the line of the user's that called rekindle."""
+"""Warnings that point to the user's line that called rekindle."""
 
 import sys
 import warnings

@@ -11,7 +11,7 @@ from torch import nn
 from rekindle.planner import profile_model
 from rekindle.planner.caller_warnings import warn_at_caller
 from rekindle.planner.gradient_fingerprints import Fingerprints
-from rekindle.planner.input_shapes import elements
+from rekindle.planner.input_shapes import count_elements
 from rekindle.planner.measure.measured_step import Trial, try_out
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
@@ -25,10 +25,10 @@ from rekindle.planner.plan_for_budget import (
     solved,
     with_nearby,
 )
-from rekindle.planner.progress import tell
+from rekindle.planner.progress import report_progress
 from rekindle.planner.ranks.rank_sync import all_gather, has_other_ranks, raised_on_all_ranks
 from rekindle.planner.runtime import Fitting, Verify, apply_plan, keep_fitted, plan_of
-from rekindle.planner.training_step import Call, Step
+from rekindle.planner.training_step import ModelCall, TrainingStep
 from rekindle.planner.types import Profile, Solution
 from rekindle.planner.verify import GradientError, verify_gradients
 from rekindle.sizes import format_bytes
@@ -40,18 +40,18 @@ AFFORDABLE_SECONDS = 60.0
 """With `verify="auto"`: how long a step may be predicted to take for one more to be run."""
 
 
-def fit_again(model: nn.Module, call: Call, fitting: Fitting) -> Plan:
+def fit_again(model: nn.Module, call: ModelCall, fitting: Fitting) -> Plan:
     """Fit a model that was fitted before, to a larger call of it."""
     measured = _measured_again(model, call, fitting)
     if measured.loss != "given":
         fitting = replace(fitting, loss=None)
         before = plan_of(model)
         if before is not None:  # what is outside the model is not seen: taken to grow too
-            larger = elements(measured.inputs), max(elements(before.inputs), 1)
+            larger = count_elements(measured.inputs), max(count_elements(before.inputs), 1)
             fitting = fitting.grown(*larger)
             rest = max(measured.rest_peak, fitting.rest_peak)
             measured = replace(measured, rest_peak=rest, output_held=fitting.output_held)
-    plan = fitted(Step(model, call, fitting.loss), fitting.budget, measured, fitting.verify)
+    plan = fitted(TrainingStep(model, call, fitting.loss), fitting.budget, measured, fitting.verify)
     if measured.loss != "given" and fitting.rest_peak:  # nor is it in a step that is measured
         plan = replace(plan, plain_peak=max(plan.plain_peak, plain_prediction(measured).peak))
     apply_plan(model, plan)
@@ -59,7 +59,7 @@ def fit_again(model: nn.Module, call: Call, fitting: Fitting) -> Plan:
     return plan
 
 
-def _measured_again(model: nn.Module, call: Call, fitting: Fitting) -> Profile:
+def _measured_again(model: nn.Module, call: ModelCall, fitting: Fitting) -> Profile:
     """The profile of a larger call; without the loss that was given, if it fails on that.
 
     It may know the labels of the first batch alone, as `lambda out: criterion(out, labels)` does.
@@ -76,7 +76,7 @@ def _measured_again(model: nn.Module, call: Call, fitting: Fitting) -> Profile:
     return profile_model.measure(model, call, state, bench)
 
 
-def fitted(step: Step, budget: int | str, measured: Profile, verify: Verify) -> Plan:
+def fitted(step: TrainingStep, budget: int | str, measured: Profile, verify: Verify) -> Plan:
     """The plan for a budget that was tried out; the model ends as it was."""
     limit = budget_bytes(measured, budget)
     plain = _tried_as_it_is(step, limit, measured)
@@ -89,7 +89,7 @@ def fitted(step: Step, budget: int | str, measured: Profile, verify: Verify) -> 
     return _for_budget(with_nearby(measured, plan), limit)
 
 
-def _tried_as_it_is(step: Step, limit: int, measured: Profile) -> Plan | None:
+def _tried_as_it_is(step: TrainingStep, limit: int, measured: Profile) -> Plan | None:
     """The step without a plan, measured, if it is predicted to fit: then there is no need of one.
 
     As a plan whose blocks all keep what they keep, and which changes none of them.
@@ -97,7 +97,7 @@ def _tried_as_it_is(step: Step, limit: int, measured: Profile) -> Plan | None:
     prediction = plain_prediction(measured)
     if prediction.peak > limit:
         return None
-    tell("as it is")
+    report_progress("plain step")
     plan = plan_by(measured, limit, plain_options(measured), prediction, 0.0)
     trial = _tried_out(step, plan, measured, with_gradients=False)
     if trial is None:
@@ -106,7 +106,9 @@ def _tried_as_it_is(step: Step, limit: int, measured: Profile) -> Plan | None:
     return replace(plan.measured(peak, seconds), plain_peak=peak, plain_time=seconds)
 
 
-def fastest_within(step: Step, limit: int, measured: Profile, verify: Verify = "peak") -> Plan:
+def fastest_within(
+    step: TrainingStep, limit: int, measured: Profile, verify: Verify = "peak"
+) -> Plan:
     """A plan that was measured to be within a limit, and fast; with right gradients.
 
     A plan whose gradients are wrong gives way to one that keeps or recomputes whole blocks, if that
@@ -115,7 +117,7 @@ def fastest_within(step: Step, limit: int, measured: Profile, verify: Verify = "
     plan, found = _fastest(step, limit, measured, verify)
     if found is None:
         return plan
-    tell("compare gradients")
+    report_progress("compare gradients")
     try:
         return replace(plan, verified=verify_gradients(step, plan, found, measured, limit))
     except GradientError as error:
@@ -129,7 +131,9 @@ def fastest_within(step: Step, limit: int, measured: Profile, verify: Verify = "
         return other
 
 
-def _of_whole_blocks(step: Step, limit: int, measured: Profile, error: GradientError) -> Plan:
+def _of_whole_blocks(
+    step: TrainingStep, limit: int, measured: Profile, error: GradientError
+) -> Plan:
     """The fastest plan without the means that may be wrong; the error if there is no such plan."""
     from rekindle.planner.solve import solver  # noqa: PLC0415
 
@@ -152,7 +156,7 @@ _Tried = tuple[Plan, Fingerprints | None]
 """A plan that was tried out, with the gradients of a step under it, if they are to be compared."""
 
 
-def _fastest(step: Step, limit: int, measured: Profile, verify: Verify) -> _Tried:
+def _fastest(step: TrainingStep, limit: int, measured: Profile, verify: Verify) -> _Tried:
     """A plan that was measured to be within a limit, and fast.
 
     A step that takes longer than was predicted is compared with plans of fewer means: without
@@ -164,7 +168,7 @@ def _fastest(step: Step, limit: int, measured: Profile, verify: Verify) -> _Trie
         late = _seconds(plan) - plan.predicted_time
         if late <= max(_LATE * plan.predicted_time, _HARDLY):
             break
-        tell("another plan")
+        report_progress("another plan")
         try:
             other = _within(step, limit, profile, verify)
         except BudgetError:
@@ -217,16 +221,16 @@ def _most(trial: Trial) -> tuple[int, float]:
     return max(peak for peak, _ in trials), max(seconds for _, seconds in trials)
 
 
-def _within(step: Step, limit: int, measured: Profile, verify: Verify) -> _Tried:
+def _within(step: TrainingStep, limit: int, measured: Profile, verify: Verify) -> _Tried:
     """A plan that was tried out, and found to stay within a limit."""
     aim, peak = limit, 0
     for i in range(_TRIES):
-        tell("solve")
+        report_progress("solve")
         if i == 0:
             plan = solved(measured, aim)
         else:
             plan = plan_chosen(measured, aim, partial(_chosen, measured, aim, i == _TRIES - 1))
-        tell("verify")
+        report_progress("verify")
         compares = verify == "gradients" or (
             verify == "auto" and plan.predicted_time <= AFFORDABLE_SECONDS
         )
@@ -251,7 +255,9 @@ def _within(step: Step, limit: int, measured: Profile, verify: Verify) -> _Tried
     )
 
 
-def _tried_out(step: Step, plan: Plan, measured: Profile, *, with_gradients: bool) -> Trial | None:
+def _tried_out(
+    step: TrainingStep, plan: Plan, measured: Profile, *, with_gradients: bool
+) -> Trial | None:
     """Try a plan out; None if the device runs out of memory on the way.
 
     Several ranks raise: the others would wait for one that does not run its step.
@@ -274,5 +280,5 @@ def _for_budget(plan: Plan, limit: int) -> Plan:
     return replace(plan, budget=limit, less=near[0], more=near[1])
 
 
-def _device(step: Step) -> torch.device:
+def _device(step: TrainingStep) -> torch.device:
     return compute_device(step.model)

@@ -1,4 +1,4 @@
-"""Fingerprints of gradients: compare those of two steps without holding both.
+"""Fingerprints of gradients, to compare the gradients of two steps without holding both.
 
 A fingerprint has a checksum of all bits, which depends on where each element is, and a sketch: sums
 of the elements with pseudo-random signs, by which the distance of two gradients that differ is
@@ -16,9 +16,9 @@ from torch import Tensor
 from rekindle.torch_private.dispatch_modes import past_modes
 
 _CHUNK = 1 << 18
-"""Elements that are looked at at a time: 2 MiB as int64, a few of which are there at once."""
+"""Elements of one chunk: 2 MiB as int64, a few of which are alive at once."""
 _SUMS = 16
-"""Sums of a sketch. The distance of two gradients is estimated from as many differences."""
+"""Sums in a sketch: the distance of two gradients is estimated from as many differences."""
 _FIRST, _SECOND, _PLACE = 0x3F58476D1CE4E5B9, 0x14D049BB133111EB, 0x1E3779B97F4A7C15
 """Odd numbers that mix bits (the multipliers of splitmix64, within an int64)."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,7 +26,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What is remembered of a gradient."""
+    """A checksum of a gradient's bits, its norm, and a sketch of it."""
 
     checksum: int
     norm: float
@@ -35,11 +35,11 @@ class Fingerprint:
     """The relative distance of two neighbouring numbers of its dtype."""
 
     def is_same(self, other: "Fingerprint") -> bool:
-        """Whether the gradients are equal in every bit, but for the sign of zeros."""
+        """Return whether two gradients are equal in every bit, but for the sign of zeros."""
         return self.checksum == other.checksum
 
     def distance(self, other: "Fingerprint") -> float:
-        """About the norm of the difference; 0 if both have numbers that are not finite."""
+        """Estimate the norm of the difference; 0 if both have elements that are not finite."""
         total = sum((a - b) ** 2 for a, b in zip(self.sums, other.sums, strict=True))
         if isfinite(total):
             return sqrt(total)
@@ -47,11 +47,11 @@ class Fingerprint:
 
 
 Fingerprints = dict[Any, Fingerprint]
-"""Of the gradients of a step: by the parameter's name, or by the leaf that is outside the model."""
+"""Fingerprints of a step's gradients: by the parameter's name, or by the leaf outside the model."""
 
 
-class Gathering:
-    """Takes the fingerprints of gradients as they come; none of sparse ones."""
+class FingerprintCollector:
+    """Takes the fingerprints of gradients as they come; sparse ones are left out."""
 
     def __init__(self) -> None:
         self._taken: dict[Any, tuple[Tensor, Tensor, float]] = {}
@@ -61,10 +61,10 @@ class Gathering:
         past_modes(self._add, key, gradient)  # what this runs is no op of the step's
 
     def _add(self, key: Any, gradient: Tensor) -> None:
-        parts = list(_strided(gradient.detach()))
+        parts = list(_plain_tensors(gradient.detach()))
         if not parts:
             return
-        checksum, numbers, epsilon = _taken(parts)
+        checksum, numbers, epsilon = _fingerprint(parts)
         if key in self._taken:
             before = self._taken[key]
             checksum, numbers = checksum + _mix(before[0].clone()), numbers + before[1]
@@ -74,28 +74,28 @@ class Gathering:
         return key in self._taken
 
     def read(self) -> Fingerprints:
-        """The fingerprints by their keys; waits for the device."""
+        """Return the fingerprints by their keys; waits for the device."""
         return {key: _read(*taken) for key, taken in self._taken.items()}
 
 
-def differing(left: Fingerprints, right: Fingerprints) -> list[Any]:
-    """The keys that both have, and whose gradients differ."""
+def differing_keys(left: Fingerprints, right: Fingerprints) -> list[Any]:
+    """Return the keys that both have, and whose gradients differ."""
     return [key for key, taken in left.items() if key in right and not taken.is_same(right[key])]
 
 
-def _strided(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a gradient consists of, on this rank."""
+def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a gradient consists of, on this rank."""
     if hasattr(tensor, "to_local"):  # a DTensor
-        yield from _strided(tensor.to_local())
+        yield from _plain_tensors(tensor.to_local())
     elif hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            yield from _strided(getattr(tensor, name))
+            yield from _plain_tensors(getattr(tensor, name))
     elif tensor.layout is torch.strided:
         yield torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _taken(parts: Iterable[Tensor]) -> tuple[Tensor, Tensor, float]:
+def _fingerprint(parts: Iterable[Tensor]) -> tuple[Tensor, Tensor, float]:
     """A checksum, and the square of the norm with the sums of a sketch, still on the device."""
     checksum: Any = 0
     numbers: Any = 0.0
@@ -105,7 +105,7 @@ def _taken(parts: Iterable[Tensor]) -> tuple[Tensor, Tensor, float]:
             if part.is_floating_point():
                 epsilon = max(epsilon, torch.finfo(part.dtype).eps)
             for chunk in part.reshape(-1).split(_CHUNK):
-                bits, sketch = _chunk(chunk, place)
+                bits, sketch = _fingerprint_chunk(chunk, place)
                 checksum, numbers = checksum + bits, numbers + sketch
                 place += chunk.numel()
     if place == 0:
@@ -113,7 +113,7 @@ def _taken(parts: Iterable[Tensor]) -> tuple[Tensor, Tensor, float]:
     return checksum, numbers, epsilon
 
 
-def _chunk(values: Tensor, place: int) -> tuple[Tensor, Tensor]:
+def _fingerprint_chunk(values: Tensor, place: int) -> tuple[Tensor, Tensor]:
     if values.is_floating_point() and values.element_size() > 1:  # float8 has no sums
         values = values + 0.0  # -0.0 is 0.0: what is added to zeros has no other
     mixed = torch.arange(place, place + len(values), device=values.device)

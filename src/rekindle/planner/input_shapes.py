@@ -1,4 +1,4 @@
-"""What a model is called with, as shapes: which call is larger than which."""
+"""Shapes of the tensors that a model is called with, to tell larger calls from smaller ones."""
 
 import math
 from typing import Any
@@ -11,24 +11,24 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def input_shapes(args: Any, kwargs: Any) -> Shapes:
-    """The shapes of the tensors among the arguments; single numbers do not count."""
+    """Return the shapes of the tensors among the arguments, without those of single numbers."""
     leaves = tree_leaves((args, kwargs))
     return tuple(tuple(t.shape) for t in leaves if isinstance(t, Tensor) and t.dim())
 
 
-def elements(shapes: Shapes) -> int:
-    """How many numbers there are in all: what activations grow with.
+def count_elements(shapes: Shapes) -> int:
+    """Return the number of elements of all tensors: activations grow with it.
 
-    >>> elements(((4, 128), (4,)))
+    >>> count_elements(((4, 128), (4,)))
     516
     """
     return sum(map(math.prod, shapes))
 
 
-def told(shapes: Shapes) -> str:
-    """In words.
+def format_shapes(shapes: Shapes) -> str:
+    """Return shapes as text.
 
-    >>> told(((4, 128), (4,)))
+    >>> format_shapes(((4, 128), (4,)))
     '[4, 128], [4]'
     """
     return ", ".join(str(list(shape)) for shape in shapes)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rekindle.planner.caller_warnings import warn_at_caller
 
 A_FUNCTION = "a function"
-"""How a batch that is a function is described."""
+"""The text for a batch that is a function."""
 
 Form = Literal["tensor", "sequence", "mapping"]
 """The form of a batch: one value, several by position, or several by keyword."""
@@ -23,9 +23,9 @@ class Loss:
     function: Callable[..., Any]
     takes_batch: bool
     form: Form
-    """The form of the batch that it was given with: larger batches are handed over in it too."""
+    """The form of the batch it was given with; later batches are passed to it in the same form."""
     failed: bool = False
-    """Whether the function raised an error, the last time."""
+    """True if the function raised an error in its last call."""
 
     def __call__(self, out: Any, batch: Any) -> Tensor:
         self.failed = True
@@ -34,13 +34,13 @@ class Loss:
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
             raise ValueError(
                 "loss should return a scalar tensor that requires a gradient, but returned "
-                f"{_described(loss)}"
+                f"{_describe(loss)}"
             )
         return loss
 
 
 def checked_loss(loss: Any, batch: Any) -> Loss | None:
-    """The `loss=` of `profile` and `fit`, validated; None if none is given.
+    """Validate the `loss=` of `profile` and `fit`; None if none is given.
 
     A callable that requires two positional arguments gets the output and the batch, one that
     requires fewer gets the output. Of an `nn.Module`, the signature of `forward` counts; a builtin
@@ -67,7 +67,7 @@ def checked_loss(loss: Any, batch: Any) -> Loss | None:
 
 
 def _required(loss: Callable[..., Any]) -> int:
-    """How many positional arguments a callable requires."""
+    """Return the number of positional arguments that a callable requires."""
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except (TypeError, ValueError):  # a builtin without a signature, such as Tensor.mean
@@ -86,21 +86,23 @@ def _required(loss: Callable[..., Any]) -> int:
 
 
 def form_of(batch: Any) -> Form:
-    """The form of a batch."""
+    """Return the form of a batch."""
     if isinstance(batch, Mapping):
         return "mapping"
     return "sequence" if isinstance(batch, tuple | list) else "tensor"
 
 
-def in_form(form: Form, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a model is called with, as a batch of a form.
+def batch_in_form(
+    form: Form, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return the arguments of a model's call as a batch of a form.
 
     A call by keyword where the batch has none, or the other way round, is matched by the
     signature of the model's forward.
 
-    >>> in_form("tensor", nn.Identity(), (3,), {})
+    >>> batch_in_form("tensor", nn.Identity(), (3,), {})
     3
-    >>> in_form("mapping", nn.Identity(), (3,), {})
+    >>> batch_in_form("mapping", nn.Identity(), (3,), {})
     {'input': 3}
     """
     if form == "mapping":
@@ -111,8 +113,8 @@ def in_form(form: Form, model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return values[0] if form == "tensor" and values else values
 
 
-def scalar_in(out: Any) -> Tensor | None:
-    """The loss among a model's outputs: a scalar itself, or `.loss` or `["loss"]`; None if none."""
+def find_loss(out: Any) -> Tensor | None:
+    """Return the loss in a model's output: a scalar, `.loss` or `["loss"]`; None without one."""
     if isinstance(out, Tensor):
         return out if out.dim() == 0 and out.requires_grad else None
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
@@ -120,7 +122,7 @@ def scalar_in(out: Any) -> Tensor | None:
     return loss if is_scalar else None
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"{type(value).__name__}"
     without = "" if value.requires_grad else " that requires none"

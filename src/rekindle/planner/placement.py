@@ -1,11 +1,11 @@
-"""Finds the device that a model computes on."""
+"""The device that a model computes on."""
 
 import torch
 from torch import Tensor, nn
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """The device that a model computes on: where its parameters rest, or an accelerator they go to.
+    """Return the device that a model computes on: its parameters', or an accelerator they go to.
 
     Some or all of them may rest in host memory, as under FSDP2's `CPUOffloadPolicy`, and come to
     the accelerator when they are needed.
@@ -16,7 +16,7 @@ def compute_device(model: nn.Module) -> torch.device:
 
 
 def _computed_on(tensor: Tensor) -> torch.device:
-    """The device of a tensor; of a sharded one, that of its mesh, which gathers it there."""
+    """Return the device of a tensor; of a sharded one, that of its mesh, which gathers it there."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None or mesh.device_type == tensor.device.type:
         return tensor.device
@@ -25,6 +25,6 @@ def _computed_on(tensor: Tensor) -> torch.device:
 
 
 def is_on(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor is on a device; on any of its type, if that has no index."""
+    """Return whether a tensor is on a device; on any of its type, if that has no index."""
     there = tensor.device
     return there.type == device.type and device.index in (None, there.index)

@@ -7,7 +7,7 @@ every candidate that is worth having: bytes and times are those of the real thin
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,21 +17,22 @@ from rekindle.modules.unwrapping import class_name
 from rekindle.offload.offload_options import TierName
 from rekindle.planner.candidates import with_casts
 from rekindle.planner.loss import Loss
-from rekindle.planner.measure.block_benchmark import Lone
-from rekindle.planner.measure.link import bytes_per_second
+from rekindle.planner.measure.block_benchmark import BlockBenchmark
+from rekindle.planner.measure.link import link_bandwidth
 from rekindle.planner.measure.memory_meter import metered_as_a_whole
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.measure.static_memory import static_bytes
 from rekindle.planner.measure.timing import Clock, DeviceClock
 from rekindle.planner.measure.whole_step_calibration import told_together
-from rekindle.planner.progress import each, tell
+from rekindle.planner.progress import count_progress, report_progress
 from rekindle.planner.ranks.joint_candidates import joint_menu
 from rekindle.planner.ranks.rank_sync import all_gather, raised_on_all_ranks
-from rekindle.planner.ranks.worst_case import Joint, Kind, Run, join, worst
+from rekindle.planner.ranks.worst_case import MergedTrace, merge_traces, worst_case
 from rekindle.planner.timeline import cached_after_blocks, simulate
-from rekindle.planner.trace.block_signature import Traits, traits_of
-from rekindle.planner.trace.step_trace import Call, Seen, outline
-from rekindle.planner.training_step import Step, shape_of, shapes_of
+from rekindle.planner.trace.block_calls import Arguments, BlockCall
+from rekindle.planner.trace.block_signature import BlockKey, block_key, settings_of
+from rekindle.planner.trace.step_trace import StepTrace, trace_step
+from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockProfile, Candidate, Profile
 from rekindle.regions.recompute import ambient
 from rekindle.strategy import Recompute
@@ -61,7 +62,7 @@ def bench_of(device: torch.device, spill: bool = False) -> Bench:
         device,
         _name(device),
         DeviceClock(device),
-        bytes_per_second(device, tier),
+        link_bandwidth(device, tier),
         tier,
         shows_more_together=device.type == "cuda",
     )
@@ -72,62 +73,62 @@ def measure(
 ) -> Profile:
     """The profile of a model's training step; the model ends as it was."""
     device = bench.device
-    step = Step(model, batch, loss)
+    step = TrainingStep(model, batch, loss)
     blocks = unwrapped_blocks(model)
     _refuse_scripts(blocks)
     _refuse_other_models(model, blocks)
-    static = max(all_gather(static_bytes(model, optimizer, device, step.tensors())))
-    with repeatable(step), metered_as_a_whole(device, step.there_before()) as whole:
-        tell("outline")
-        seen = outline(step, blocks, device, bench.clock, partial(_key, blocks, traits_of(blocks)))
-        if not seen.order:
+    static = max(all_gather(static_bytes(model, optimizer, device, step.batch_tensors())))
+    with repeatable(step), metered_as_a_whole(device, step.existing_tensors()) as whole:
+        report_progress("trace")
+        settings = settings_of(blocks)
+
+        def key_of(path: str, arguments: Arguments, around: ambient.Ambient) -> BlockKey:
+            return block_key(blocks[path], settings[path], arguments, around)
+
+        trace, calls = trace_step(step, blocks, device, bench.clock, key_of)
+        if not trace.order:
             raise ValueError("The step ran none of the model's blocks: does it call the model?")
-        joint = join(all_gather(_run(seen)), blocks)
+        joint = merge_traces(all_gather(trace), blocks)
         with gathered_around(model, blocks.values()):
-            profiles = _profiles(blocks, seen, joint, bench)
-        order = [(path, joint.numbers[path]) for path in joint.order]
+            profiles = _profiles(blocks, trace, calls, joint, bench)
+        order = [(path, joint.indices[path]) for path in joint.order]
         found = Profile(
             model=class_name(model),
             device=bench.name,
-            batch=step.shapes(),
+            batch=step.describe_batch(),
             static_bytes=static,
-            before_bytes=seen.before,
-            rest_peak=seen.rest_peak,
+            before_bytes=trace.before_bytes,
+            rest_peak=trace.rest_peak,
             rest_seconds=0.0,
             bytes_per_second=bench.bytes_per_second,
             blocks=tuple(profiles),
             order=tuple(order),
-            first_peak=seen.first_peak,
-            last_peak=seen.last_peak,
+            first_peak=trace.first_peak,
+            last_peak=trace.last_peak,
             between=joint.between,
             passed=_passed(joint.passed, [profiles[index] for _, index in order]),
-            inputs=seen.inputs,
+            inputs=trace.inputs,
             unused=tuple(path for path in blocks if path not in joint.order),
             cast_epochs=joint.cast_epochs if _has_casts(profiles) else (),
-            cached_rest_peak=max(seen.cached_rest_peak, 0),
-            casts_in_backward=seen.casts_in_backward,
-            recompute_peak=static + seen.peak,
+            cached_rest_peak=max(trace.cached_rest_peak, 0),
+            casts_in_backward=trace.casts_in_backward,
+            recompute_peak=static + trace.peak,
             output_held=step.output_held,
             loss=step.loss_source,
         )
-        if seen.casts_gone:  # what was freed with the cache had been counted as there
+        if (
+            trace.casts_freed_before_backward
+        ):  # what was freed with the cache had been counted as there
             casts = cached_after_blocks(found, _recomputed(found))
             found = replace(found, rest_peak=found.rest_peak + casts)
-        found = worst(all_gather(found), found)
+        found = worst_case(all_gather(found), found)
         found = replace(found, rest_seconds=max(joint.seconds - _recomputed_seconds(found), 0.0))
         if bench.shows_more_together:
-            tell("all blocks together")
+            report_progress("whole step")
             found = told_together(model, found, partial(bench.clock.timed, step))
         if not bench.clock.is_exact:  # else nothing was allocated
             found = replace(found, planning_peak=static + max(all_gather(whole.peak())))
     return found
-
-
-def _run(seen: Seen) -> Run:
-    """What other ranks need to know of this one's step."""
-    kinds = {path: cast("Kind", key) for path, key in seen.keys.items()}
-    arrays = tuple(seen.between), tuple(seen.passed), tuple(seen.cast_epochs)
-    return Run(tuple(seen.order), kinds, *arrays, seen.seconds)
 
 
 def _refuse_other_models(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
@@ -178,57 +179,49 @@ def _recomputed(profile: Profile) -> list[Candidate]:
 
 
 def _profiles(
-    blocks: dict[str, nn.Module], seen: Seen, joint: Joint, bench: Bench
+    blocks: dict[str, nn.Module],
+    trace: StepTrace,
+    calls: dict[BlockKey, BlockCall],
+    joint: MergedTrace,
+    bench: Bench,
 ) -> list[BlockProfile]:
     """The blocks of each kind, run alone on all ranks that ran one of them in the step."""
     first: dict[int, str] = {}
-    for path in seen.order:
-        first.setdefault(joint.numbers[path], path)
-    last_use = {seen.keys[path]: number for number, path in sorted(first.items())}
-    called = {key: path for path, key in reversed(seen.keys.items())}
+    for path in trace.order:
+        first.setdefault(joint.indices[path], path)
+    last_use = {trace.keys[path]: number for number, path in sorted(first.items())}
+    called = {key: path for path, key in reversed(trace.keys.items())}
     """By key: the block whose call was gathered."""
     profiles = []
-    for number, kind in enumerate(each(joint.kinds, "block")):
+    for number, joint_key in enumerate(count_progress(joint.keys, "block")):
         own = first.get(number)
         if own is None:
-            path = next(path for path, other in joint.numbers.items() if other == number)
+            path = next(path for path, other in joint.indices.items() if other == number)
             candidates = with_casts(joint_menu(None, bench.bytes_per_second, bench.tier))
-            found = BlockProfile(class_name(blocks[path]), kind[0], candidates, kind[1], _NOT_RUN)
+            kind = class_name(blocks[path])
+            found = BlockProfile(kind, joint_key[0], candidates, joint_key[1], _NOT_RUN)
         else:
-            key = seen.keys[own]
-            call = seen.calls.pop(key) if last_use[key] == number else seen.calls[key]
-            found = _block_profile(called[key], blocks[called[key]], call, seen, bench)
+            key = trace.keys[own]
+            call = calls.pop(key) if last_use[key] == number else calls[key]
+            found = _block_profile(called[key], key, call, bench)
             del call
         profiles.append(found)
     return profiles
 
 
-def _block_profile(
-    path: str, block: nn.Module, call: Call, seen: Seen, bench: Bench
-) -> BlockProfile:
+def _block_profile(path: str, key: BlockKey, call: BlockCall, bench: Bench) -> BlockProfile:
     """A block, run alone with the arguments of one of its calls."""
-    signature, around = cast("Kind", seen.keys[path])
+    signature, around = key
     if bench.known is not None:
         return _known_block(bench.known, path, signature, around)
-    run = Lone(block, call, bench.device, bench.clock, seen.around[seen.keys[path]])
+    run = BlockBenchmark(call, bench.device, bench.clock)
     candidates = with_casts(joint_menu(run, bench.bytes_per_second, bench.tier))
-    return BlockProfile(class_name(block), signature, candidates, around, run.output_freed)
+    return BlockProfile(class_name(call.block), signature, candidates, around, run.output_freed)
 
 
 _NOT_RUN = 2**62
 """Bytes that a block lets go of which this rank has not run: another one has, and the least of all
 counts."""
-
-
-def _key(
-    blocks: dict[str, nn.Module],
-    traits: dict[str, Traits],
-    path: str,
-    call: tuple[Any, Any],
-    around: ambient.Ambient,
-) -> tuple[str, str]:
-    """A block's signature and its ambient state: blocks with equal keys are one to the planner."""
-    return _signature(blocks[path], call, traits[path]), str(around)
 
 
 def _known_block(known: Profile, path: str, signature: str, around: str) -> BlockProfile:
@@ -243,12 +236,6 @@ def _known_block(known: Profile, path: str, signature: str, around: str) -> Bloc
             f"  {signature}\nThose are:{measured}"
         )
     return replace(found[0], around=around)
-
-
-def _signature(block: nn.Module, call: tuple[Any, Any], traits: Traits) -> str:
-    shapes = [f"{name} {shape_of(p)}" for name, p in block.named_parameters()]
-    settings = [f"{path}.{name}={value!r}".lstrip(".") for (path, name), value in traits.items()]
-    return f"{class_name(block)}({', '.join([*shapes, *settings])}) of {shapes_of(call)}"
 
 
 def _name(device: torch.device) -> str:

@@ -1,7 +1,7 @@
-"""How far a long measurement is: a bar on a terminal, else lines in the log.
+"""Progress of profiling and fitting: a bar on a terminal, else lines in the log.
 
-Nothing is shown of what takes less than two seconds. The bar is rich's, where it is installed; it
-moves between measurements, never during one, so that no time that is measured holds its own.
+Nothing is shown in the first two seconds. The bar is rich's, where it is installed; it
+is drawn between measurements, never during one, so that no measured time includes it.
 """
 
 import logging
@@ -20,7 +20,7 @@ _PATIENCE = 2.0
 
 
 class Progress:
-    """What is being done, level by level: `block 2 of 3: option 5 of 11`."""
+    """Shows the stage that runs, level by level: `block 2 of 3: candidate 5 of 11`."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class Progress:
         self._bar: Any = None
         self._task: Any = None
 
-    def tell(self, words: str) -> None:
-        """Say what is being done now."""
-        self._show(words, None)
+    def report(self, stage: str) -> None:
+        """Show the stage that begins."""
+        self._show(stage, None)
 
-    def each(self, items: Sequence[_Item], word: str) -> Iterator[_Item]:
-        """The items, one by one, each told by its number."""
+    def counted(self, items: Sequence[_Item], word: str) -> Iterator[_Item]:
+        """Yield the items, and show the number of each."""
         for i, item in enumerate(items):
             self._levels.append((word, i, len(items)))
             words = ": ".join(f"{name} {at + 1} of {count}" for name, at, count in self._levels)
@@ -53,7 +53,7 @@ class Progress:
                 self._levels.pop()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -109,8 +109,8 @@ _current: ContextVar[Progress | None] = ContextVar("rekindle_progress", default=
 
 
 @contextmanager
-def shown(progress: Progress) -> Iterator[None]:
-    """What runs inside tells its progress here; inside another, it tells that one."""
+def show_progress(progress: Progress) -> Iterator[None]:
+    """Show the progress of what runs inside; inside another `show_progress`, by that one."""
     if _current.get() is not None:
         yield
         return
@@ -122,14 +122,14 @@ def shown(progress: Progress) -> Iterator[None]:
         progress.close()
 
 
-def tell(words: str) -> None:
-    """Say what is being done now, if anybody is shown it."""
+def report_progress(stage: str) -> None:
+    """Show the stage that begins, if progress is shown."""
     progress = _current.get()
     if progress is not None:
-        progress.tell(words)
+        progress.report(stage)
 
 
-def each(items: Sequence[_Item], word: str) -> Iterator[_Item]:
-    """The items, one by one, each told by its number: `option 5 of 11`."""
+def count_progress(items: Sequence[_Item], word: str) -> Iterator[_Item]:
+    """Yield the items, and show the number of each: `candidate 5 of 11`."""
     progress = _current.get()
-    return iter(items) if progress is None else progress.each(items, word)
+    return iter(items) if progress is None else progress.counted(items, word)

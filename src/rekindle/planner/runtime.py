@@ -24,9 +24,14 @@ from rekindle.modules.forward import forward_of, put
 from rekindle.modules.unwrapping import class_name, places, unwrapped
 from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.compiled_modules import compiled_around
-from rekindle.planner.input_shapes import Shapes, elements, input_shapes, told
+from rekindle.planner.input_shapes import (
+    Shapes,
+    count_elements,
+    format_shapes,
+    input_shapes,
+)
 from rekindle.planner.loss import Loss
-from rekindle.planner.measure.model_lock import turn_of
+from rekindle.planner.measure.model_lock import planning_lock
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
 from rekindle.planner.ranks.rank_sync import has_other_ranks
@@ -87,7 +92,7 @@ class Standing:
         self.fitting: Fitting | None = None
         self.is_on = True
         self._device = compute_device(model)
-        self._room = elements(plan.inputs)
+        self._room = count_elements(plan.inputs)
         self._larger: Shapes = ()
         """The shapes of the last call, if it was larger."""
         self._has_said = False
@@ -100,7 +105,7 @@ class Standing:
             return
         if is_replaying() or not torch.is_grad_enabled():
             return
-        with turn_of(model):  # which another thread may have, to plan the model again
+        with planning_lock(model):  # which another thread may have, to plan the model again
             standing = _on(model)  # none while this thread measures the model
             if standing is not None:
                 standing._see_shapes(model, args, kwargs)
@@ -109,7 +114,7 @@ class Standing:
         """Plan the model again, or say that a step may peak higher, if it is called with more."""
         self._threads.add(get_ident())
         shapes = input_shapes(args, kwargs)
-        self._larger = shapes if elements(shapes) > self._room else ()
+        self._larger = shapes if count_elements(shapes) > self._room else ()
         if not self._larger:
             return
         reason = self._why_not(model)
@@ -121,7 +126,13 @@ class Standing:
             _log.warning(
                 "%s is called with %s, larger than %s that its plan is for: a step may peak above "
                 "%s. It is not planned again: %s",
-                *(type(model).__name__, told(shapes), told(self.plan.inputs), peak, reason),
+                *(
+                    type(model).__name__,
+                    format_shapes(shapes),
+                    format_shapes(self.plan.inputs),
+                    peak,
+                    reason,
+                ),
             )
 
     def _why_not(self, model: nn.Module) -> str | None:
@@ -149,12 +160,13 @@ class Standing:
     ) -> None:
         from rekindle.planner.fit import fit_again  # noqa: PLC0415
         from rekindle.planner.plan_for_budget import BudgetError  # noqa: PLC0415
-        from rekindle.planner.training_step import Call  # noqa: PLC0415
+        from rekindle.planner.training_step import ModelCall  # noqa: PLC0415
 
         was = forward_of(model)
-        larger = f"{told(shapes)}, larger than {told(self.plan.inputs)} that its plan is for"
+        planned = format_shapes(self.plan.inputs)
+        larger = f"{format_shapes(shapes)}, larger than {planned} that its plan is for"
         try:
-            plan = fit_again(model, Call(*tree_map(_alone, (args, kwargs))), fitting)
+            plan = fit_again(model, ModelCall(*tree_map(_alone, (args, kwargs))), fitting)
         except BudgetError as error:
             raise BudgetError(
                 f"{type(model).__name__} is called with {larger}, and there is no plan for that: "
@@ -216,7 +228,7 @@ def wanted(error: torch.OutOfMemoryError, device: torch.device) -> int | None:
 
 def format_excess(plan: Plan, wanted: int | None, larger: Shapes = ()) -> str:
     """What a plan foresaw, what was wanted instead, and what to do."""
-    shapes = f" for {told(plan.inputs)}" if plan.inputs else ""
+    shapes = f" for {format_shapes(plan.inputs)}" if plan.inputs else ""
     text = f"{_BEGINS}{shapes} foresaw a peak of {format_bytes(plan.predicted_peak)}"
     if plan.measured_peak is not None:
         text += f", measured as {format_bytes(plan.measured_peak)} when it was made"
@@ -229,7 +241,7 @@ def format_excess(plan: Plan, wanted: int | None, larger: Shapes = ()) -> str:
         else:
             text += "no more than foreseen, so the device has less room than the budget says."
     if larger:
-        text += f" The model was called with {told(larger)}, larger than that."
+        text += f" The model was called with {format_shapes(larger)}, larger than that."
     return f"{text} Fit again with what is largest, or with a smaller budget."
 
 

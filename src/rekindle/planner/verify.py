@@ -19,12 +19,12 @@ from torch import Tensor
 from rekindle.errors import RekindleError
 from rekindle.modules.apply_strategies import apply, undo
 from rekindle.modules.unwrapping import in_places
-from rekindle.planner.gradient_fingerprints import Fingerprint, Fingerprints, differing
+from rekindle.planner.gradient_fingerprints import Fingerprint, Fingerprints, differing_keys
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.plan import Plan
 from rekindle.planner.ranks.rank_sync import all_gather, first_message, raised_on_all_ranks
 from rekindle.planner.timeline import simulate
-from rekindle.planner.training_step import Step
+from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Candidate, Profile
 from rekindle.strategy import Keep, Recompute, Strategy
 
@@ -42,7 +42,7 @@ class GradientError(RekindleError):
 
 
 def verify_gradients(
-    step: Step, plan: Plan, found: Fingerprints, measured: Profile, limit: int
+    step: TrainingStep, plan: Plan, found: Fingerprints, measured: Profile, limit: int
 ) -> str | None:
     """Compare the gradients of a step under a plan with those of a reference.
 
@@ -55,7 +55,7 @@ def verify_gradients(
         return None
     how = f"with {len(changed)} of {len(fates)} blocks run another way"
     reference = _gradients(step, fates)
-    others = differing(found, reference)
+    others = differing_keys(found, reference)
     count = max(all_gather(len(others)))
     if not count:
         return f"{BIT_FOR_BIT}, {how}"
@@ -107,7 +107,7 @@ def _candidates(measured: Profile, fates: dict[str, str]) -> list[Candidate]:
     return found
 
 
-def _gradients(step: Step, fates: dict[str, str]) -> Fingerprints:
+def _gradients(step: TrainingStep, fates: dict[str, str]) -> Fingerprints:
     """The gradients of one step by some fates, from the state that the model is in; it stays so."""
     with repeatable(step):
         apply(step.model, in_places(step.model, fates))

@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
-from rekindle.planner.measure.block_benchmark import Lone
+from rekindle.planner.measure.block_benchmark import BlockBenchmark
 from rekindle.planner.ranks import rank_group
 from rekindle.planner.solve import solver
 from rekindle.planner.types import BlockProfile, Candidate
@@ -274,7 +274,7 @@ def _fails_alone(model: nn.Module, fit: Callable[[], Any]) -> Callable[[], Any]:
 
     def call() -> None:
         if dist.get_rank() == 1:
-            with mock.patch.object(Lone, "measured", measured):
+            with mock.patch.object(BlockBenchmark, "measured", measured):
                 fit()
         else:
             fit()

@@ -8,8 +8,10 @@ import torch
 
 from rekindle.errors import RekindleError
 from rekindle.planner.ranks.failures import failure_of
-from rekindle.planner.ranks.worst_case import Run, join, outline_of, worst
+from rekindle.planner.ranks.worst_case import merge_traces, shape_of_profile, worst_case
 from rekindle.planner.timeline import simulate
+from rekindle.planner.trace.block_signature import BlockKey
+from rekindle.planner.trace.step_trace import StepTrace
 from rekindle.planner.types import BlockProfile, Candidate, Profile
 from rekindle.strategy import Keep, NumberedOps, Recompute, Selective
 
@@ -18,13 +20,17 @@ DROP = Candidate(Recompute(), bytes_held=1, forward_seconds=1.0, backward_second
 PATHS = ("a", "b", "c", "d")
 
 
-def run(order: str, kinds: str | None = None, between: int = 0, passed: int = 9) -> Run:
-    """A rank that ran these blocks, of these kinds."""
-    paths = tuple(order)
-    named = {path: (kind, "") for path, kind in zip(paths, kinds or "k" * len(order), strict=True)}
-    count = len(order)
-    arrays = (between,) * count, (passed,) * count, tuple(range(count))
-    return Run(paths, named, *arrays, float(count))
+def trace(order: str, keys: str | None = None, between: int = 0, passed: int = 9) -> StepTrace:
+    """The trace of a rank that ran these blocks, with these keys."""
+    paths, count = tuple(order), len(order)
+    return StepTrace(
+        paths,
+        {path: BlockKey(key, "") for path, key in zip(paths, keys or "k" * count, strict=True)},
+        between=(between,) * count,
+        passed=(passed,) * count,
+        cast_epochs=tuple(range(count)),
+        seconds=float(count),
+    )
 
 
 def profile(option: Candidate, **options: int) -> Profile:
@@ -35,7 +41,7 @@ def profile(option: Candidate, **options: int) -> Profile:
 
 
 @pytest.mark.parametrize(
-    ("orders", "joint"),
+    ("orders", "merged"),
     [
         (["abcd", "abcd"], "abcd"),
         (["acd", "abd"], "abcd"),
@@ -44,36 +50,38 @@ def profile(option: Candidate, **options: int) -> Profile:
         (["abab", "abb"], "abab"),
     ],
 )
-def test_a_joint_forward_has_that_of_each_rank_in_it(orders: list[str], joint: str) -> None:
-    found = join([run(order) for order in orders], PATHS).order
-    assert "".join(found) == joint
+def test_a_merged_forward_has_that_of_each_rank_in_it(orders: list[str], merged: str) -> None:
+    found = merge_traces([trace(order) for order in orders], PATHS).order
+    assert "".join(found) == merged
 
 
 def test_blocks_that_are_alike_on_every_rank_that_ran_both_are_one_kind() -> None:
-    joint = join([run("acd", "xxy"), run("abd", "ppq")], PATHS)
-    assert joint.numbers == {"a": 0, "b": 0, "c": 0, "d": 1}
+    merged = merge_traces([trace("acd", "xxy"), trace("abd", "ppq")], PATHS)
+    assert merged.indices == {"a": 0, "b": 0, "c": 0, "d": 1}
 
 
 def test_blocks_that_no_rank_ran_both_of_are_kinds_of_their_own() -> None:
-    assert join([run("a"), run("b")], PATHS).numbers == {"a": 0, "b": 1}
+    assert merge_traces([trace("a"), trace("b")], PATHS).indices == {"a": 0, "b": 1}
 
 
 def test_blocks_that_differ_on_one_rank_are_kinds_of_their_own() -> None:
-    assert join([run("ab", "xx"), run("ab", "xy")], PATHS).numbers == {"a": 0, "b": 1}
+    assert merge_traces([trace("ab", "xx"), trace("ab", "xy")], PATHS).indices == {"a": 0, "b": 1}
 
 
 def test_each_place_has_the_most_of_the_ranks_that_ran_its_block() -> None:
-    joint = join([run("ac", between=5, passed=2), run("abc", between=3, passed=7)], PATHS)
-    assert joint.between == (5, 3, 5)
-    assert joint.passed == (2, 7, 2)
-    assert joint.cast_epochs == (0, 1, 2)
-    assert joint.seconds == 3.0
+    merged = merge_traces(
+        [trace("ac", between=5, passed=2), trace("abc", between=3, passed=7)], PATHS
+    )
+    assert merged.between == (5, 3, 5)
+    assert merged.passed == (2, 7, 2)
+    assert merged.cast_epochs == (0, 1, 2)
+    assert merged.seconds == 3.0
 
 
 def test_a_plan_takes_as_much_as_on_the_rank_where_it_takes_the_most() -> None:
     one = profile(replace(KEEP, bytes_held=50, backward_peak=80, input_freed=4), let_go=3)
     two = profile(replace(KEEP, bytes_held=70, backward_peak=10, input_freed=1), let_go=5)
-    found = worst([one, two], one)
+    found = worst_case([one, two], one)
     assert found.blocks[0].candidates[0] == replace(
         KEEP, bytes_held=70, backward_peak=80, input_freed=1
     )
@@ -86,16 +94,16 @@ def test_a_plan_takes_as_much_as_on_the_rank_where_it_takes_the_most() -> None:
 def test_a_rank_has_the_ops_of_its_own_graph_with_what_the_worst_measured() -> None:
     one = profile(Candidate(Selective(NumberedOps((1,))), bytes_held=10, forward_seconds=2.0))
     two = profile(Candidate(Selective(NumberedOps((4,))), bytes_held=30, forward_seconds=1.0))
-    found = [worst([one, two], own).blocks[0].candidates[0] for own in (one, two)]
+    found = [worst_case([one, two], own).blocks[0].candidates[0] for own in (one, two)]
     assert [option.strategy.policy.kept for option in found] == [(1,), (4,)]
     assert [option.bytes_held for option in found] == [30, 30]
     assert [option.forward_seconds for option in found] == [2.0, 2.0]
-    assert outline_of(one) == outline_of(two)
+    assert shape_of_profile(one) == shape_of_profile(two)
 
 
 def test_the_profile_of_one_rank_is_its_own() -> None:
     one = profile(KEEP)
-    assert worst([one], one) is one
+    assert worst_case([one], one) is one
 
 
 class OddError(Exception):
@@ -121,27 +129,27 @@ class OddError(Exception):
 )
 def test_the_error_of_a_rank_has_its_class_and_text_on_others(error: Exception) -> None:
     failure = pickle.loads(pickle.dumps(failure_of(error, 3)))
-    told = failure.error()
-    assert type(told) is type(error)
-    assert str(told) == str(error)
-    assert "On rank 3: " in f"{told}{told.__notes__}"
-    assert "The traceback on rank 3" in told.__notes__[-1]
+    raised = failure.error()
+    assert type(raised) is type(error)
+    assert str(raised) == str(error)
+    assert "On rank 3: " in f"{raised}{raised.__notes__}"
+    assert "The traceback on rank 3" in raised.__notes__[-1]
 
 
 def test_what_an_error_knows_it_knows_on_other_ranks() -> None:
     assert failure_of(OddError(1, 2), 0).error().one == 1  # type: ignore[attr-defined]
 
 
-def test_an_error_that_cannot_be_sent_is_told() -> None:
+def test_an_error_that_cannot_be_sent_is_described() -> None:
     class LocalError(Exception):
         pass
 
-    told = failure_of(LocalError("no"), 1).error()
-    assert type(told) is RekindleError
-    assert str(told) == "On rank 1: no (LocalError)"
+    raised = failure_of(LocalError("no"), 1).error()
+    assert type(raised) is RekindleError
+    assert str(raised) == "On rank 1: no (LocalError)"
 
 
 def test_an_interrupt_of_one_rank_is_an_error_on_others() -> None:
-    told = failure_of(KeyboardInterrupt(), 1).error()
-    assert type(told) is RekindleError
-    assert "(KeyboardInterrupt)" in str(told)
+    raised = failure_of(KeyboardInterrupt(), 1).error()
+    assert type(raised) is RekindleError
+    assert "(KeyboardInterrupt)" in str(raised)

@@ -8,17 +8,16 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rekindle.modules.apply_strategies import apply, undo
 from rekindle.planner.candidate_to_strategy import what_of
-from rekindle.planner.measure.cast_cache import forward_in, handed_over
+from rekindle.planner.measure.cast_cache import as_activations, forward_in_ambient
 from rekindle.planner.measure.memory_meter import bytes_of, metered, unmetered
 from rekindle.planner.measure.timing import Clock
+from rekindle.planner.trace.block_calls import BlockCall, without_graph
 from rekindle.planner.trace.block_graph import record
-from rekindle.planner.trace.step_trace import without_graph
 from rekindle.planner.types import BlockTrace, Candidate
-from rekindle.regions.recompute import ambient
 from rekindle.regions.saved_indices import recomputable_indices
 from rekindle.torch_private.fake_mode import FakeTensor
 from rekindle.torch_private.pytrees import tree_leaves, tree_map
@@ -27,20 +26,18 @@ _HEAD_START = 0.1
 """Seconds that a device is kept busy at first, until it is known how long the host takes."""
 
 
-class Lone:
+class BlockBenchmark:
     """One block, to be run alone."""
 
     def __init__(
         self,
-        block: nn.Module,
-        call: tuple[Any, Any],
+        call: BlockCall,
         device: torch.device,
         clock: Clock,
-        around: ambient.Ambient | None = None,
     ) -> None:
-        self._around = around
-        self._block = block
-        self._call = call
+        self._around = call.ambient
+        self._block = call.block
+        self._arguments = call.arguments
         self._device = device
         self._clock = clock
         self._head_start = _HEAD_START
@@ -49,16 +46,18 @@ class Lone:
 
     def trace(self) -> BlockTrace:
         args, kwargs = self._inputs()
-        with forward_in(self._around):  # once before, so that no kernel is chosen or loaded in it
+        with forward_in_ambient(
+            self._around
+        ):  # once before, so that no kernel is chosen or loaded in it
             self._block(*args, **kwargs)
-        with forward_in(self._around):
+        with forward_in_ambient(self._around):
             forward = partial(self._block, *args, **kwargs)
             return record(forward, self._clock.estimates, self._block)
 
     def derivable(self, trace: BlockTrace) -> tuple[int, ...]:
         """The numbers of what is saved that one op gives back from other things that are."""
         args, kwargs = self._inputs()
-        with forward_in(self._around):
+        with forward_in_ambient(self._around):
             return recomputable_indices(
                 lambda: self._block(*args, **kwargs), len(trace.saved_tensors)
             )
@@ -124,7 +123,7 @@ class Lone:
 
     def _inputs(self) -> tuple[Any, Any]:
         """The block's inputs anew, as another block would hand them over."""
-        args, kwargs = handed_over(without_graph(self._call))
+        args, kwargs = as_activations(without_graph(self._arguments))
         return args, kwargs
 
     def _memory(self) -> tuple[int, int, int, int]:
@@ -134,7 +133,7 @@ class Lone:
         known += [*self._block.parameters(), *self._block.buffers()]
         known += [p.grad for p in self._block.parameters() if p.grad is not None]
         with metered(self._device, known) as meter:
-            with forward_in(self._around):
+            with forward_in_ambient(self._around):
                 out = self._block(*args, **kwargs)
                 with_cache, forward_peak = meter.now(), meter.peak()
             held = meter.now()
@@ -154,7 +153,7 @@ class Lone:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         with metered(self._device, inputs) as meter:
             args, kwargs = tree_map(_copied, (args, kwargs))
-            with forward_in(self._around):
+            with forward_in_ambient(self._around):
                 out = self._block(*args, **kwargs)
             with_inputs = meter.now()
             del args, kwargs
@@ -174,7 +173,7 @@ class Lone:
         args, kwargs = self._inputs()
         clock = self._clock
         clock.keep_busy(self._head_start)
-        with forward_in(self._around):
+        with forward_in_ambient(self._around):
             begin = clock.mark()
             out = self._block(*args, **kwargs)
             middle = clock.mark()

@@ -1,10 +1,10 @@
-"""Casts of weights that autocast caches: from the weight's first use until autocast is left.
+"""Casts of weights in autocast's cache, which live from a first use until autocast is left.
 
 Note [How long casts live]. In a step, autocast casts a weight in the block that uses it first, and
 holds the cast in a cache until the outermost `torch.autocast` is left: usually when the forward and
 the loss are done, before the backward. A block that keeps its activations holds the casts that its
 products saved until its own backward; a block that is recomputed casts its weights again in its
-replay. So each block alone is run as a forward of its own: the cache is empty when it begins and
+replay. So each block is run alone as a forward of its own: the cache is empty when it begins and
 emptied when it ends, and what is freed then is what only the cache held.
 """
 
@@ -23,8 +23,8 @@ from rekindle.torch_private.pytrees import tree_map
 
 
 @contextmanager
-def forward_in(around: ambient.Ambient | None) -> Iterator[None]:
-    """Enter what was around a block, for one forward: no weight is cast yet, and no cast stays."""
+def forward_in_ambient(around: ambient.Ambient | None) -> Iterator[None]:
+    """Enter the ambient state of a block's call for one forward, with an empty cache of casts."""
     if around is None:
         yield
         return
@@ -39,8 +39,8 @@ def forward_in(around: ambient.Ambient | None) -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
-class _HandedOver(torch.autograd.Function):
-    """The same tensor as the result of an op."""
+class _AsOpResult(torch.autograd.Function):
+    """The identity, whose result is no leaf of the graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
@@ -51,23 +51,23 @@ class _HandedOver(torch.autograd.Function):
         return grads[0]
 
 
-def handed_over(call: Any) -> Any:
-    """A block's arguments as another block would hand them over: not as leaves of the graph.
+def as_activations(arguments: Any) -> Any:
+    """Return a block's arguments as results of ops, as another block would pass them.
 
     Autocast caches casts of leaves, so a leaf would be cast once where an activation is cast by
     each op that uses it.
     """
 
-    def handed(leaf: Any) -> Any:
+    def as_result(leaf: Any) -> Any:
         if type(leaf) is not Tensor or not leaf.requires_grad:
             return leaf
-        return _HandedOver.apply(leaf)  # type: ignore[no-untyped-call]
+        return _AsOpResult.apply(leaf)  # type: ignore[no-untyped-call]
 
-    return tree_map(handed, call)
+    return tree_map(as_result, arguments)
 
 
 class CacheWatch:
-    """Tells when autocast's cache is emptied: by the end of a cast of its own that is in it."""
+    """Calls back when autocast's cache is emptied: when a cast of its own in the cache is freed."""
 
     def __init__(self, on_emptied: Callable[[], None]) -> None:
         self._on_emptied = on_emptied
@@ -75,7 +75,7 @@ class CacheWatch:
 
     @property
     def holds_casts(self) -> bool:
-        """Whether the cache is as it was when it was last watched."""
+        """True if the cache has not been emptied since it was last watched."""
         return self._finalizer is not None and self._finalizer.alive
 
     def watch(self, device: torch.device) -> None:
@@ -89,13 +89,13 @@ class CacheWatch:
             self._finalizer = weakref.finalize(storage, self._on_emptied)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         if self._finalizer is not None:
             self._finalizer.detach()
 
 
 def _storage_of_a_cast(device: torch.device) -> torch.UntypedStorage | None:
-    """Have autocast cast a leaf and put the cast into its cache; returns the cast's storage."""
+    """Have autocast cache a cast of a leaf, and return the cast's storage."""
     with torch.enable_grad(), _LastCast() as last:  # type: ignore[no-untyped-call]
         leaf = torch.ones(1, 1, device=device, dtype=torch.float32, requires_grad=True)
         torch.mm(leaf, leaf)
@@ -104,7 +104,7 @@ def _storage_of_a_cast(device: torch.device) -> torch.UntypedStorage | None:
 
 
 class _LastCast(TorchDispatchMode):
-    """Notes the storage that the last cast made."""
+    """Records the storage that the last cast made."""
 
     storage: torch.UntypedStorage | None = None
 

@@ -1,4 +1,4 @@
-"""How fast activations leave the device and come back."""
+"""Measures the bandwidth of the link to host memory or disk."""
 
 import tempfile
 
@@ -14,26 +14,30 @@ from rekindle.sizes import format_bytes
 _BYTES = 128 << 20
 
 
-def bytes_per_second(device: torch.device, tier: TierName) -> float:
-    """To a tier and back, whichever is slower; 0 if there is no way."""
+def link_bandwidth(device: torch.device, tier: TierName) -> float:
+    """Return the bytes a second to a tier or back, whichever is slower; 0 if there is no link."""
     if device.type == "cuda":
-        return min(_disk(), _pinned(device)) if tier == "disk" else _pinned(device)
-    return _disk() if (device.type, tier) == ("cpu", "disk") else 0.0
+        return (
+            min(_disk_bandwidth(), _pinned_bandwidth(device))
+            if tier == "disk"
+            else _pinned_bandwidth(device)
+        )
+    return _disk_bandwidth() if (device.type, tier) == ("cpu", "disk") else 0.0
 
 
-def _pinned(device: torch.device) -> float:
-    there = torch.empty(_BYTES, dtype=torch.uint8, device=device)
-    here = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
+def _pinned_bandwidth(device: torch.device) -> float:
+    on_device = torch.empty(_BYTES, dtype=torch.uint8, device=device)
+    on_host = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
 
-    def copied(to: Tensor, source: Tensor) -> None:
+    def copy(to: Tensor, source: Tensor) -> None:
         to.copy_(source, non_blocking=True)
 
-    out = timed(lambda: copied(here, there), device)
-    return _BYTES / max(out, timed(lambda: copied(there, here), device))
+    out = timed(lambda: copy(on_host, on_device), device)
+    return _BYTES / max(out, timed(lambda: copy(on_device, on_host), device))
 
 
-def _disk() -> float:
-    """Of the folder for temporary files."""
+def _disk_bandwidth() -> float:
+    """The bandwidth of the folder for temporary files."""
     folder = tempfile.gettempdir()
     file = SpillFile(folder)
     data = torch.zeros(_BYTES, dtype=torch.uint8)

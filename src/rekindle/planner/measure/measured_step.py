@@ -8,12 +8,12 @@ import torch
 from rekindle.modules.apply_strategies import undo
 from rekindle.planner.gradient_fingerprints import Fingerprints
 from rekindle.planner.measure.memory_meter import metered
-from rekindle.planner.measure.preserve_model_state import repeatable, rewound
+from rekindle.planner.measure.preserve_model_state import preserve_buffers, repeatable
 from rekindle.planner.measure.timing import timed
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
 from rekindle.planner.runtime import apply_plan
-from rekindle.planner.training_step import Step
+from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Profile
 
 _LEARNING = 4
@@ -29,7 +29,9 @@ class Trial(NamedTuple):
     """Its gradients, if they were asked for."""
 
 
-def try_out(step: Step, plan: Plan, measured: Profile, *, with_gradients: bool = False) -> Trial:
+def try_out(
+    step: TrainingStep, plan: Plan, measured: Profile, *, with_gradients: bool = False
+) -> Trial:
     """Run steps under a plan, and measure one; the model ends as it was, without the plan.
 
     The step that is measured begins from the state that the model is in, and follows others that
@@ -40,12 +42,12 @@ def try_out(step: Step, plan: Plan, measured: Profile, *, with_gradients: bool =
     is_free = device.type == "cuda"  # metering: then the steps that are timed are metered too
     with repeatable(step):
         apply_plan(model, plan)
-        with rewound(model):
+        with preserve_buffers(model):
             for _ in range(_LEARNING if plan.offloads else 1):
                 step()
         torch.clear_autocast_cache()  # so that casts count which an autocast around `fit` holds
         gradients = None
-        with metered(device, step.there_before()) as meter:
+        with metered(device, step.existing_tensors()) as meter:
             meter.reset()
             if with_gradients:
                 gradients = step.fingerprints()

@@ -1,4 +1,4 @@
-"""One thread at a time measures a model: while it does, the model does not run as it should."""
+"""A lock per model: one thread at a time measures it, and it runs by other strategies meanwhile."""
 
 from _thread import RLock
 from collections.abc import Callable
@@ -16,17 +16,17 @@ _locks: "WeakKeyDictionary[nn.Module, RLock]" = WeakKeyDictionary()
 _adding = Lock()
 
 
-def turn_of(model: nn.Module) -> "RLock":
-    """The lock that whoever measures a model holds, and whoever plans it again."""
+def planning_lock(model: nn.Module) -> "RLock":
+    """Return the lock that is held while a model is measured, or planned again."""
     with _adding:
         return _locks.setdefault(model, RLock())
 
 
-def on_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook of a module, for calls of the thread that registers it alone.
+def for_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a module's hook that runs in calls of this thread alone.
 
-    A thread that waits for its turn to call the model may have taken the hook along, and calls it
-    once it is gone from the module, with fewer arguments. In compiled code the hook is refused.
+    A thread that waits for the lock to call the model may have collected the hook before that, and
+    calls it after its removal, with fewer arguments. In compiled code the hook raises an error.
     """
     thread = get_ident()
 

@@ -1,4 +1,4 @@
-"""A model that is measured ends as it was."""
+"""Context managers that restore a model's state after it was measured."""
 
 import random
 import sys
@@ -14,12 +14,12 @@ from rekindle.module_attachment import put_back, set_aside
 from rekindle.modules.apply_strategies import undo
 from rekindle.modules.caches import no_caches
 from rekindle.modules.forward import Forward, forward_of
-from rekindle.planner.measure.model_lock import turn_of
-from rekindle.planner.measure.restore_attributes import notes_put_back
-from rekindle.planner.measure.stand_in_parameters import on_stand_ins
+from rekindle.planner.measure.model_lock import planning_lock
+from rekindle.planner.measure.restore_attributes import restore_attributes
+from rekindle.planner.measure.stand_in_parameters import with_stand_in_parameters
 from rekindle.planner.placement import compute_device
-from rekindle.planner.trace.fake_tensors import has_no_memory
-from rekindle.planner.training_step import Step
+from rekindle.planner.trace.fake_tensors import is_without_memory
+from rekindle.planner.training_step import TrainingStep
 from rekindle.regions.recompute.reachable_state import generators_of
 from rekindle.torch_private.data_parallel import (
     gradient_set_aside,
@@ -34,42 +34,47 @@ OnGradient = Callable[[str, Tensor], None]
 
 
 @contextmanager
-def untouched(model: nn.Module, on_gradient: OnGradient | None = None) -> Iterator[Rewind]:
-    """Whatever runs inside: gradients, buffers, strategies and random states end as they were.
+def preserve_model_state(
+    model: nn.Module, on_gradient: OnGradient | None = None
+) -> Iterator[Rewind]:
+    """Restore gradients, buffers, attributes, strategies and random states at the end.
 
-    So does what modules note. A plan that stands on the model says nothing meanwhile, and no cache
-    of keys and values is kept. Gives a function that puts the random states back to where they are
-    now, so that a step can be run again with the same draws.
+    Meanwhile a plan that is applied to the model is off, and no cache of keys and values is kept.
+    Yields a function that restores the random states at once, so that a step can be run again with
+    the same draws.
 
-    Each part is put back whatever becomes of the others. `on_gradient` is shown each gradient
-    before it is let go of; those that stay are for the caller to look at.
+    Each part is restored even if another one fails. `on_gradient` is called with each gradient
+    before it is freed; gradients that are not freed are for the caller to read.
     """
-    with turn_of(model), ExitStack() as stack:
+    with planning_lock(model), ExitStack() as stack:
         stack.callback(put_back, set_aside(model))
-        stack.callback(_put_back_forwards, {m: forward_of(m) for m in model.modules()})
+        stack.callback(_restore_forwards, {m: forward_of(m) for m in model.modules()})
         stack.callback(undo, model)
-        stack.enter_context(_buffers_put_back(model))
-        stack.enter_context(_gradients_put_back(model, on_gradient))
-        rewind = stack.enter_context(_random_states_put_back(model))
+        stack.enter_context(_restore_buffers(model))
+        stack.enter_context(_restore_gradients(model, on_gradient))
+        rewind = stack.enter_context(_restore_random_states(model))
         stack.enter_context(no_caches(model))
-        stack.enter_context(notes_put_back(model))
+        stack.enter_context(restore_attributes(model))
         yield rewind
 
 
 @contextmanager
-def rewound(model: nn.Module) -> Iterator[None]:
-    """Steps inside leave buffers and notes as they were: the next one is the first.
+def preserve_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore buffers and attributes after warm-up steps: the next step begins as the first did.
 
-    Gradients add up, and whatever learns from step to step keeps what it has learnt.
+    Gradients add up, and what offload learns from step to step stays.
     """
-    with _buffers_put_back(model), notes_put_back(model):
+    with _restore_buffers(model), restore_attributes(model):
         yield
 
 
 @contextmanager
-def repeatable(step: Step) -> Iterator[None]:
-    """Inside, every run of a step draws the same random numbers; the model ends as it was."""
-    with untouched(step.model, step.see_gradient) as rewind, step.leaving_no_gradients():
+def repeatable(step: TrainingStep) -> Iterator[None]:
+    """Give every run of a step the same random numbers; restore the model's state at the end."""
+    with (
+        preserve_model_state(step.model, step.on_gradient) as rewind,
+        step.restoring_outside_gradients(),
+    ):
         step.before_each, step.is_first = rewind, True
         try:
             yield
@@ -77,7 +82,7 @@ def repeatable(step: Step) -> Iterator[None]:
             step.before_each, step.is_first = None, False
 
 
-def _put_back_forwards(forwards: dict[nn.Module, Forward | None]) -> None:
+def _restore_forwards(forwards: dict[nn.Module, Forward | None]) -> None:
     for module, forward in forwards.items():
         if forward is not None:
             vars(module)["forward"] = forward
@@ -85,9 +90,11 @@ def _put_back_forwards(forwards: dict[nn.Module, Forward | None]) -> None:
 
 
 @contextmanager
-def _buffers_put_back(model: nn.Module) -> Iterator[None]:
-    """Copies wait in host memory: a device that is full has no room for them."""
-    before = {b: b.detach().to("cpu", copy=True) for b in model.buffers() if not has_no_memory(b)}
+def _restore_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore buffers from copies in host memory: a device that is full has no room for them."""
+    before = {
+        b: b.detach().to("cpu", copy=True) for b in model.buffers() if not is_without_memory(b)
+    }
     places = {module: dict(module._buffers) for module in model.modules()}
     try:
         yield
@@ -103,11 +110,12 @@ def _buffers_put_back(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _gradients_put_back(model: nn.Module, on_gradient: OnGradient | None) -> Iterator[None]:
-    """Gradients that a step makes are let go of as soon as they are there; those of before stay.
+def _restore_gradients(model: nn.Module, on_gradient: OnGradient | None) -> Iterator[None]:
+    """Set gradients aside, and free those that a step makes as soon as they are complete.
 
-    So measuring needs no second set of them, except for shards: what reduces these looks for them
-    later. A gradient of before is not written to: Note [Steps that leave no trace in a reducer].
+    So measuring needs no second set of gradients, except for shards: what reduces these looks for
+    them later. Nothing writes to a gradient that is set aside: Note [Steps that leave no trace in a
+    reducer].
     """
     with ExitStack() as stack:
         stack.enter_context(reducers_idle(model))
@@ -116,29 +124,29 @@ def _gradients_put_back(model: nn.Module, on_gradient: OnGradient | None) -> Ite
             stack.enter_context(gradient_set_aside(parameter))
         sharded = sharded_parameters(model)
         if in_process_group():
-            stack.enter_context(on_stand_ins(model, but=sharded))
+            stack.enter_context(with_stand_in_parameters(model, but=sharded))
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
             if parameter in sharded:
                 parameter.grad = torch.zeros_like(parameter)
             else:
-                let_go = partial(_let_go, name, on_gradient)
-                stack.callback(parameter.register_post_accumulate_grad_hook(let_go).remove)
+                free = partial(_free_gradient, name, on_gradient)
+                stack.callback(parameter.register_post_accumulate_grad_hook(free).remove)
         yield
 
 
-def _let_go(name: str, on_gradient: OnGradient | None, parameter: Tensor) -> None:
+def _free_gradient(name: str, on_gradient: OnGradient | None, parameter: Tensor) -> None:
     if on_gradient is not None and parameter.grad is not None:
         on_gradient(name, parameter.grad)
     parameter.grad = None
 
 
 @contextmanager
-def _random_states_put_back(model: nn.Module) -> Iterator[Rewind]:
-    """Of torch, for the CPU, the model's devices and the generators that the model holds.
+def _restore_random_states(model: nn.Module) -> Iterator[Rewind]:
+    """Restore the random states of torch, of Python, and of numpy where it is in use.
 
-    And of Python, and of numpy where it is in use.
+    Torch's are those of the CPU, of the model's devices and of generators that the model holds.
     """
     places = {p.device for p in model.parameters()} | {compute_device(model)}
     devices = sorted({device.index or 0 for device in places if device.type == "cuda"})

@@ -1,4 +1,4 @@
-"""What modules note while they run, such as counts, metrics and lists of losses, is put back."""
+"""Restores attributes that modules change while they run: counts, metrics, lists of losses."""
 
 import collections
 import copy
@@ -9,35 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_BOXES = (list, dict, set, collections.deque)
+_CONTAINERS = (list, dict, set, collections.deque)
 
 
 @contextmanager
-def notes_put_back(model: nn.Module) -> Iterator[None]:
-    """Numbers, tensors and lists of such that are attributes of modules end as they were.
+def restore_attributes(model: nn.Module) -> Iterator[None]:
+    """Restore, at the end, attributes of modules that are numbers, tensors, or lists of such.
 
-    Nothing else: a flag may say that something was done that is not undone here, such as a hook
-    that was registered. Modules of torch note nothing but that.
+    Nothing else is restored: a flag may say that something was done that is not undone here, such
+    as a hook that was registered. Modules of torch have no attributes to restore but such flags.
     """
-    noted = [
-        (vars(module), {k: (v, _copied(v)) for k, v in vars(module).items() if _is_note(v)})
+    saved = [
+        (vars(module), {k: (v, _copied(v)) for k, v in vars(module).items() if _is_restored(v)})
         for module in model.modules()
         if not type(module).__module__.startswith("torch.")
     ]
     try:
         yield
     finally:
-        for attributes, before in noted:
+        for attributes, before in saved:
             for name, (value, content) in before.items():
-                if _is_note(attributes.get(name)):
+                if _is_restored(attributes.get(name)):
                     attributes[name] = value
-                    _put_back(value, content)
+                    _restore(value, content)
 
 
-def _is_note(value: Any) -> bool:
+def _is_restored(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
-    return all(map(_is_plain, value)) if isinstance(value, _BOXES) else _is_plain(value)
+    return all(map(_is_plain, value)) if isinstance(value, _CONTAINERS) else _is_plain(value)
 
 
 def _is_plain(value: Any) -> bool:
@@ -49,14 +49,14 @@ def _is_plain(value: Any) -> bool:
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return copy.copy(value) if isinstance(value, _BOXES) else value
+    return copy.copy(value) if isinstance(value, _CONTAINERS) else value
 
 
-def _put_back(value: Any, content: Any) -> None:
+def _restore(value: Any, content: Any) -> None:
     if isinstance(value, Tensor):
         with torch.no_grad():
             if not torch.equal(value, content):
                 value.copy_(content)
-    elif isinstance(value, _BOXES):
+    elif isinstance(value, _CONTAINERS):
         value.clear()
         (value.extend if hasattr(value, "extend") else value.update)(content)

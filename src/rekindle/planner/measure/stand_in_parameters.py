@@ -1,32 +1,32 @@
-"""Parameters that stand in for a model's own, over the same memory."""
+"""Parameters in the place of a model's own, over the same memory, for a while."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from rekindle.planner.trace.fake_tensors import places_of
+from rekindle.planner.trace.fake_tensors import tensor_slots
 from rekindle.torch_private.tensor_identity import as_subclass_requiring_grad
 
 
 @contextmanager
-def on_stand_ins(model: nn.Module, but: set[nn.Parameter]) -> Iterator[None]:
-    """Inside, other parameters are in the place of those that are trained, except for some.
+def with_stand_in_parameters(model: nn.Module, but: set[nn.Parameter]) -> Iterator[None]:
+    """Replace the parameters that are trained, except for some, by others over the same memory.
 
-    They have the same values, and no hooks: whoever waits for gradients of the model's own does not
-    see those of a step that runs meanwhile. Note [Steps that leave no trace in a reducer].
+    The stand-ins have no hooks: a reducer that waits for gradients of the model's own parameters
+    does not see those of a step that runs inside. Note [Steps that leave no trace in a reducer].
     """
     own = [
         (tensors, name, tensor)
-        for tensors, name, tensor in places_of(model)
+        for tensors, name, tensor in tensor_slots(model)
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor not in but
     ]
-    others: dict[Tensor, nn.Parameter] = {}
+    stand_ins: dict[Tensor, nn.Parameter] = {}
     try:
         for tensors, name, parameter in own:
-            if parameter not in others:
-                others[parameter] = _stand_in(parameter)
-            tensors[name] = others[parameter]
+            if parameter not in stand_ins:
+                stand_ins[parameter] = _stand_in(parameter)
+            tensors[name] = stand_ins[parameter]
         yield
     finally:
         for tensors, name, parameter in own:
@@ -34,7 +34,7 @@ def on_stand_ins(model: nn.Module, but: set[nn.Parameter]) -> Iterator[None]:
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same class over the same memory, with the same attributes."""
+    """Return a parameter of the same class over the same memory, with the same attributes."""
     kind, values = type(parameter), parameter.detach()
     is_plain = issubclass(kind, nn.Parameter) and type(values) is Tensor
     other: nn.Parameter = (

@@ -1,4 +1,4 @@
-"""What is on the device all the time, whatever a plan does."""
+"""Bytes that are on the device all the time, whatever a plan does."""
 
 from typing import Any
 
@@ -13,11 +13,10 @@ from rekindle.torch_private.data_parallel import reshard
 def static_bytes(
     model: nn.Module, optimizer: Any, device: torch.device, batch: list[Tensor]
 ) -> int:
-    """Bytes of the model, its gradients, the optimizer's state and the batch: there all the time.
+    """Return the bytes of the model, its gradients, the optimizer's state and the batch.
 
-    Of each as much as this rank has on the device: a parameter that is sharded counts by its shard,
-    and one that rests in host memory does not count. On a GPU also what else there is, such as
-    another model.
+    Of each counts what this rank has on the device: of a sharded parameter its shard, of one that
+    rests in host memory nothing. On a GPU all else that is allocated counts, such as another model.
     """
     reshard(model)
     parameters = [p for p in model.parameters() if is_on(p, device)]
@@ -51,9 +50,10 @@ _STATES = {
 
 
 def optimizer_bytes(optimizer: Any, device: torch.device | None = None) -> int:
-    """Bytes of an optimizer's state on a device, or on any; what they will be, before a first step.
+    """Return the bytes of an optimizer's state on a device, or on any.
 
-    None has no state, and a number of bytes is itself.
+    Before its first step, they are estimated by the optimizer's class and options. Of None that is
+    0; a number of bytes is returned as it is.
     """
     if optimizer is None or isinstance(optimizer, int):
         return optimizer or 0

@@ -1,4 +1,4 @@
-"""How long work takes on a device that is kept busy, as in the middle of a step."""
+"""Clocks that time work on a device that is kept busy, as in the middle of a step."""
 
 import time
 from collections.abc import Callable
@@ -10,40 +10,41 @@ from rekindle.planner.devices import Device, estimating
 from rekindle.torch_private.cuda import spin_device
 
 RUNS = 3
-"""How often something is timed; the shortest counts."""
+"""Runs of which the shortest counts."""
 
 
 class Clock(Protocol):
-    """Where times come from: from what runs, or from what is known of a device."""
+    """A source of times: of work that runs, or of a table of devices."""
 
     is_exact: bool
-    """Whether the same work takes the same time, from the first run on."""
+    """True if the same work takes the same time, from the first run on."""
     runs: int
-    """How often a block is timed; the shortest counts."""
+    """Runs of a block of which the shortest counts."""
     estimates: Device
-    """By which ops are compared where times would be too noisy."""
+    """The device by whose table ops are compared, where measured times would be too noisy."""
 
     def keep_busy(self, seconds: float) -> None:
-        """Before a block is run alone: as if it were in the middle of a step."""
+        """Give the device work for some seconds, so that what follows is queued as in a step."""
 
     def mark(self) -> Any:
-        """A point in time."""
+        """Return a point in time."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """What the device takes between two points."""
+        """Return the seconds of the device between two points."""
 
     def host_seconds(self, begin: Any, end: Any) -> float:
-        """What the host takes, where it works beside the device; else 0."""
+        """Return the seconds of the host, where it works beside the device; else 0."""
 
     def timed(self, step: Callable[[], None]) -> float:
-        """Seconds that a step takes, from an idle device to an idle device."""
+        """Return the seconds that a step takes, from an idle device to an idle device."""
 
 
 class DeviceClock:
-    """Times work as it takes when the host runs ahead of the device.
+    """Times work as in a step whose host runs ahead of the device.
 
-    In the middle of a step the device has work queued, so a host that is slower for a moment is not
-    felt. Alone, a block would wait for the host at every op. So the device is kept busy first.
+    In the middle of a step the device has work queued, so it does not wait for a host that is slow
+    for a moment. A block that runs alone would wait for the host at every op. So the device is kept
+    busy first.
     """
 
     is_exact = False
@@ -81,20 +82,20 @@ class DeviceClock:
 
 
 _RUNS_BESIDE_A_HOST = 5
-"""Hosts are less steady than devices."""
+"""Runs where the host is timed, too: hosts are less steady than devices."""
 _CYCLES = 2e9
-"""Of a device, about, in a second."""
+"""Cycles of a device in a second, about."""
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock, once the device is idle."""
+    """Return the time in seconds, once the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def timed(step: Callable[[], None], device: torch.device) -> float:
-    """Seconds that a step takes, from an idle device to an idle device."""
+    """Return the seconds that a step takes, from an idle device to an idle device."""
     taken = []
     for _ in range(RUNS):
         start = now(device)

@@ -17,9 +17,9 @@ from rekindle.planner.candidates import (
     undominated,
     with_names,
 )
-from rekindle.planner.measure.block_benchmark import Lone
+from rekindle.planner.measure.block_benchmark import BlockBenchmark
 from rekindle.planner.measure.plausible import at_least, plausible
-from rekindle.planner.progress import each
+from rekindle.planner.progress import count_progress
 from rekindle.planner.ranks.rank_sync import all_gather
 from rekindle.planner.ranks.worst_case import worst_candidates
 from rekindle.planner.types import BlockTrace, Candidate
@@ -38,7 +38,9 @@ class _Offer:
     candidates: _Menu
 
 
-def joint_menu(run: Lone | None, bytes_per_second: float, tier: TierName) -> tuple[Candidate, ...]:
+def joint_menu(
+    run: BlockBenchmark | None, bytes_per_second: float, tier: TierName
+) -> tuple[Candidate, ...]:
     """The options of a block, each measured, without those that another is better than.
 
     All ranks call it at a time, without a `run` on those that have not run the block; their options
@@ -48,7 +50,9 @@ def joint_menu(run: Lone | None, bytes_per_second: float, tier: TierName) -> tup
     candidates = _candidates(run, trace)
     measured: list[Candidate] = []
     if run is not None:
-        measured = [run.measured(found) for found in each(list(candidates.values()), "option")]
+        measured = [
+            run.measured(found) for found in count_progress(list(candidates.values()), "candidate")
+        ]
         measured = plausible(measured, run.timed_again)
     else:
         plausible([], lambda _: [])
@@ -60,7 +64,7 @@ def joint_menu(run: Lone | None, bytes_per_second: float, tier: TierName) -> tup
     return tuple(undominated(_worst(menu)))
 
 
-def _candidates(run: Lone | None, trace: BlockTrace | None) -> _Menu:
+def _candidates(run: BlockBenchmark | None, trace: BlockTrace | None) -> _Menu:
     """What to measure on this rank; on all of them the same number of options, in one order."""
     from rekindle.planner.keep_sets import keep_sets  # needs scipy  # noqa: PLC0415
 
@@ -96,7 +100,7 @@ def _worst(menu: _Menu) -> list[Candidate]:
     return worst_candidates(lists, own)
 
 
-def _moving(run: Lone, trace: BlockTrace, menu: _Menu, tier: TierName) -> _Menu:
+def _moving(run: BlockBenchmark, trace: BlockTrace, menu: _Menu, tier: TierName) -> _Menu:
     """Candidates that move what others keep."""
     whole = at_least(run.measured(keeping_saved(trace)), menu["keep"])
     host = _host_of_a_move(run, whole, trace, tier)
@@ -113,7 +117,7 @@ def _moving(run: Lone, trace: BlockTrace, menu: _Menu, tier: TierName) -> _Menu:
 
 
 def _host_of_a_move(
-    run: Lone, whole: Candidate, trace: BlockTrace, tier: TierName
+    run: BlockBenchmark, whole: Candidate, trace: BlockTrace, tier: TierName
 ) -> tuple[float, float]:
     """Seconds that it takes the host to send a result away, and to bring it back."""
     moving = offloading(whole, trace, tier=tier)[:-1]  # the n-th moves n results, the last any

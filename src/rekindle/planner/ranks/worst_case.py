@@ -1,4 +1,4 @@
-"""One profile of what several ranks measured: at each place, that of the rank with the most.
+"""Merges traces and profiles of several ranks: at each place, the most that any rank has.
 
 Ranks may have other batches, and then run other blocks, or other ops in a block. A plan that fits
 the worst of all ranks at each place fits all of them. Blocks have the same candidates in the same
@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from heapq import merge
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any
 
-from rekindle.planner.input_shapes import elements
+from rekindle.planner.input_shapes import count_elements
+from rekindle.planner.trace.block_signature import BlockKey
+from rekindle.planner.trace.step_trace import StepTrace
 from rekindle.planner.types import BlockProfile, Candidate, Profile
 
 _MOST = (
@@ -43,98 +45,86 @@ _MOST_OF_STEP = (
 )
 
 
-Kind: TypeAlias = tuple[str, str]
-"""What tells a block from others that a rank ran: its signature, and what is around it."""
-
-
 @dataclass(frozen=True)
-class Run:
-    """The blocks that the forward of one rank ran."""
+class MergedTrace:
+    """One forward that runs all blocks that the forwards of several ranks ran.
+
+    The fields are as in `StepTrace`, each number the worst of all ranks'.
+    """
 
     order: tuple[str, ...]
-    kinds: dict[str, Kind]
-    """By path."""
-    between: tuple[int, ...]
-    passed: tuple[int, ...]
-    cast_epochs: tuple[int, ...]
-    seconds: float
-    """What its step took, with every block recomputed."""
-
-
-@dataclass(frozen=True)
-class Joint:
-    """The blocks that the forwards of several ranks ran, as those of one forward."""
-
-    order: tuple[str, ...]
-    numbers: dict[str, int]
-    """By path: the number of its kind. Blocks of one kind are alike on every rank that ran them."""
-    kinds: tuple[Kind, ...]
-    """By number: the kind, on the first rank that ran such a block."""
+    indices: dict[str, int]
+    """The index of each path's distinct block: it has one key on each rank that ran it."""
+    keys: tuple[BlockKey, ...]
+    """The key of each distinct block, on the first rank that ran it."""
     between: tuple[int, ...]
     passed: tuple[int, ...]
     cast_epochs: tuple[int, ...]
     seconds: float
 
 
-def join(runs: Sequence[Run], blocks: Iterable[str]) -> Joint:
-    """One forward that runs what each rank ran, in its order; else in the order of the model."""
-    order, numbered = runs[0].order, {path: i for i, path in enumerate(blocks)}
-    for run in runs[1:]:
-        order = _merged(order, run.order, numbered)
-    numbers: dict[str, int] = {}
-    found: list[list[Kind | None]] = []
+def merge_traces(traces: Sequence[StepTrace], blocks: Iterable[str]) -> MergedTrace:
+    """Merge the ranks' traces: each rank's order is kept, and else the order of the model."""
+    order, model_order = traces[0].order, {path: i for i, path in enumerate(blocks)}
+    for trace in traces[1:]:
+        order = _merged_order(order, trace.order, model_order)
+    indices: dict[str, int] = {}
+    distinct: list[list[BlockKey | None]] = []
     for path in order:
-        if path not in numbers:
-            numbers[path] = _kind_among(found, [run.kinds.get(path) for run in runs])
-    places = [_places(run.order, order) for run in runs]
+        if path not in indices:
+            indices[path] = _distinct_index(distinct, [trace.keys.get(path) for trace in traces])
+    places = [_places(trace.order, order) for trace in traces]
 
-    def joined(pick: Callable[[Iterable[int]], int], name: str) -> tuple[int, ...]:
-        own = [(getattr(run, name), at) for run, at in zip(runs, places, strict=True)]
+    def merged(pick: Callable[[Iterable[int]], int], name: str) -> tuple[int, ...]:
+        own = [(getattr(trace, name), at) for trace, at in zip(traces, places, strict=True)]
         return tuple(
             pick([values[at[i]] for values, at in own if values and at[i] is not None] or [0])
             for i in range(len(order))
         )
 
-    return Joint(
+    return MergedTrace(
         order,
-        numbers,
-        tuple(next(kind for kind in kinds if kind is not None) for kinds in found),
-        between=joined(max, "between"),
-        passed=joined(min, "passed"),
-        cast_epochs=_rising(joined(max, "cast_epochs")),
-        seconds=max(run.seconds for run in runs),
+        indices,
+        tuple(next(key for key in keys if key is not None) for keys in distinct),
+        between=merged(max, "between"),
+        passed=merged(min, "passed"),
+        cast_epochs=_rising(merged(max, "cast_epochs")),
+        seconds=max(trace.seconds for trace in traces),
     )
 
 
-def _kind_among(found: list[list[Kind | None]], own: list[Kind | None]) -> int:
-    """The number of a block's kind, by its kind on each rank; None where it did not run."""
-    for number, kind in enumerate(found):
-        pairs = list(zip(own, kind, strict=True))
-        seen = [one == other for one, other in pairs if one is not None and other is not None]
-        if seen and all(seen):
-            found[number] = [other if one is None else one for one, other in pairs]
-            return number
-    found.append(own)
-    return len(found) - 1
+def _distinct_index(distinct: list[list[BlockKey | None]], own: list[BlockKey | None]) -> int:
+    """Return the index of a distinct block, by its key on each rank; None where it did not run.
+
+    A block that is like none of those so far is added to them.
+    """
+    for index, keys in enumerate(distinct):
+        pairs = list(zip(own, keys, strict=True))
+        equal = [one == other for one, other in pairs if one is not None and other is not None]
+        if equal and all(equal):
+            distinct[index] = [other if one is None else one for one, other in pairs]
+            return index
+    distinct.append(own)
+    return len(distinct) - 1
 
 
-def _merged(
-    one: tuple[str, ...], other: tuple[str, ...], numbered: dict[str, int]
+def _merged_order(
+    one: tuple[str, ...], other: tuple[str, ...], model_order: dict[str, int]
 ) -> tuple[str, ...]:
-    """An order, as short as it may be, that has two orders in it."""
+    """Return an order, as short as possible, that contains two orders."""
     found: list[str] = []
     matcher = SequenceMatcher(None, one, other, autojunk=False)
     for kind, begin, end, other_begin, other_end in matcher.get_opcodes():
         theirs = () if kind == "equal" else other[other_begin:other_end]
-        found += merge(one[begin:end], theirs, key=numbered.__getitem__)
+        found += merge(one[begin:end], theirs, key=model_order.__getitem__)
     return tuple(found)
 
 
-def _places(order: Sequence[str], joint: Sequence[str]) -> list[int | None]:
-    """At each place of a joint order, the place in a rank's own; None where it ran no block."""
+def _places(order: Sequence[str], merged: Sequence[str]) -> list[int | None]:
+    """Return, for each place of a merged order, the place in a rank's own; None if it has none."""
     found: list[int | None] = []
     at = 0
-    for path in joint:
+    for path in merged:
         is_there = at < len(order) and order[at] == path
         found.append(at if is_there else None)
         at += is_there
@@ -142,7 +132,7 @@ def _places(order: Sequence[str], joint: Sequence[str]) -> list[int | None]:
 
 
 def _rising(epochs: tuple[int, ...]) -> tuple[int, ...]:
-    """Counts that do not go down where one rank's takes over from another's."""
+    """Return counts that do not go down where one rank's follows another's."""
     return tuple(accumulate(epochs, max))
 
 
@@ -160,8 +150,8 @@ def worst_candidates(
     ]
 
 
-def worst(profiles: Sequence[Profile], own: Profile) -> Profile:
-    """A rank's own profile, with the most that any rank measured.
+def worst_case(profiles: Sequence[Profile], own: Profile) -> Profile:
+    """Return a rank's own profile, with the most that any rank measured.
 
     The blocks of all are those of one joint order, with the same kinds and the same candidates.
     """
@@ -179,7 +169,7 @@ def worst(profiles: Sequence[Profile], own: Profile) -> Profile:
         between=_at_each(max, (p.between for p in profiles)),
         passed=_at_each(min, (p.passed for p in profiles)),
         cast_epochs=_at_each(max, (p.cast_epochs for p in profiles)),
-        inputs=max((p.inputs for p in profiles), key=elements),
+        inputs=max((p.inputs for p in profiles), key=count_elements),
         recompute_peak=_most_known(p.recompute_peak for p in profiles),
         planning_peak=_most_known(p.planning_peak for p in profiles),
     )
@@ -194,7 +184,7 @@ def _worst_block(blocks: Sequence[BlockProfile], own: BlockProfile) -> BlockProf
 def _at_each(
     pick: Callable[[Iterable[int]], int], found: Iterable[tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """The most, or the least, at each place, of those that have any."""
+    """Return the most, or the least, at each place, of the ranks that have numbers."""
     return tuple(map(pick, zip(*filter(None, found), strict=True)))
 
 
@@ -202,7 +192,7 @@ def _most_known(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def outline_of(profile: Profile) -> Any:
+def shape_of_profile(profile: Profile) -> Any:
     """What the profiles of ranks have to have in common, so that there is one plan for all."""
     menus = [[(type(c.strategy), c.tier) for c in b.candidates] for b in profile.blocks]
     return profile.model, profile.order, menus

@@ -1,1 +1,1 @@
-"""What a training step does, seen in one run: blocks, ops, saved tensors, lifetimes."""
+"""Traces of training steps and of blocks: what runs, what autograd saves, and how long it lives."""

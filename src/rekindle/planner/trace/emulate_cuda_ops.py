@@ -1,4 +1,4 @@
-"""Ops that torch runs on a GPU where a CPU has others, for fake tensors that say they are on a CPU.
+"""Runs ops on fake CPU tensors as torch does on a GPU, where a CPU has other ops.
 
 Dropout is one op on a GPU and holds a mask of one byte an element; attention with dropout is one
 op, too, and does not hold every weight. What else differs between devices is left as on a CPU.
@@ -16,8 +16,8 @@ from rekindle.torch_private.fake_mode import FakeTensor
 from rekindle.torch_private.torch_function import torch_function_disabled
 
 
-class AsOnCuda(TorchFunctionMode):
-    """Inside, these ops run as on a GPU."""
+class EmulateCudaOps(TorchFunctionMode):
+    """Replaces dropout and attention by the ops that a GPU runs."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -38,7 +38,7 @@ def _dropout(
     inplace: bool = False,
     train: bool = True,
 ) -> Tensor | None:
-    """What a GPU does; None if it does what a CPU does."""
+    """Run dropout as on a GPU; None if it is as on a CPU."""
     if inplace or not (training and train and 0 < p < 1 and isinstance(input, FakeTensor)):
         return None
     out: Tensor = torch.native_dropout(input, p, True)[0]
@@ -55,7 +55,7 @@ def _attention(
     scale: float | None = None,
     **_more: Any,
 ) -> Tensor | None:
-    """The same."""
+    """Run attention with dropout as on a GPU; None if it is as on a CPU."""
     is_usual = query.dim() == 4 and query.shape[-1] == value.shape[-1]
     if not (dropout_p and is_usual and isinstance(query, FakeTensor)):
         return None

@@ -1,7 +1,7 @@
-"""The profile of a step that nobody runs: bytes from fake tensors, times from what is known.
+"""A profile without a device: bytes from fake tensors, times from a table or another profile.
 
-Times are those of the table of devices; or those of a profile that was measured, whose blocks have
-the same class, parameters and inputs.
+Times come from the table of devices, or from a measured profile whose blocks have the same class,
+parameters and inputs.
 """
 
 from dataclasses import replace
@@ -14,45 +14,50 @@ from rekindle.planner.devices import Device, OpClock, device_named, device_of, k
 from rekindle.planner.loss import Loss
 from rekindle.planner.measure.static_memory import optimizer_bytes
 from rekindle.planner.profile_model import Bench, measure
-from rekindle.planner.trace.fake_tensors import CPU, faked, has_no_memory, refuse_what_has_no_fake
-from rekindle.planner.training_step import Step
+from rekindle.planner.trace.fake_tensors import (
+    CPU,
+    is_without_memory,
+    refuse_what_has_no_fake,
+    with_fake_tensors,
+)
+from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Profile
 
 Like = str | Device | Profile | None
-"""Whose times are taken: those of a device by its name, of one that is described, as measured, or
-of the model's own device."""
+"""The source of times: a device by its name, a described device, a measured profile, or None for
+the model's own device."""
 _INF = float("inf")
 _TIMELESS = Device("none", _INF, _INF, _INF, _INF, link=0.0, memory_bytes=0, launch=0.0)
 
 
-def imagine(
+def fake_profile(
     model: nn.Module, batch: Any, optimizer: Any, like: Like, loss: Loss | None = None
 ) -> Profile:
-    """The profile of a model's training step as on a device that need not be there."""
+    """Return the profile of a model's training step as on a device that need not be there."""
     refuse_what_has_no_fake(model)
     if isinstance(like, Profile):
-        return _imagine_by(like, model, batch, optimizer, loss)
+        return _fake_profile_by(like, model, batch, optimizer, loss)
     device = _device(model, like)
-    with faked(model, batch, as_on=device.name) as given, OpClock(device) as clock:
+    with with_fake_tensors(model, batch, as_on=device.name) as given, OpClock(device) as clock:
         bench = Bench(CPU, device.name, clock, device.bytes_per_second)
         return measure(model, given, optimizer_bytes(optimizer), bench, loss)
 
 
-def _imagine_by(
+def _fake_profile_by(
     like: Profile, model: nn.Module, batch: Any, optimizer: Any, loss: Loss | None
 ) -> Profile:
-    """With blocks, and times of the rest, as they were measured."""
+    """Return a profile whose blocks, and times outside of them, are those of a measured one."""
     if class_name(model) != like.model:
         raise ValueError(
             f"The profile is of a {like.model}, but the model is a {class_name(model)}"
         )
-    shapes = Step(model, batch).shapes()
+    shapes = TrainingStep(model, batch).describe_batch()
     if shapes != like.batch:
         raise ValueError(
             f"The profile is of a batch of {like.batch}, but this one is of {shapes}: times of "
             "another batch cannot be told from it"
         )
-    with faked(model, batch, as_on=like.device) as given, OpClock(_TIMELESS) as clock:
+    with with_fake_tensors(model, batch, as_on=like.device) as given, OpClock(_TIMELESS) as clock:
         bench = Bench(CPU, like.device, clock, like.bytes_per_second, known=like)
         found = measure(model, given, optimizer_bytes(optimizer), bench, loss)
         return replace(found, rest_seconds=like.rest_seconds)
@@ -62,7 +67,7 @@ def _device(model: nn.Module, like: str | Device | None) -> Device:
     if like is not None:
         return device_named(like) if isinstance(like, str) else like
     first = next(model.parameters())
-    device = None if has_no_memory(first) else device_of(first.device)
+    device = None if is_without_memory(first) else device_of(first.device)
     if device is None:
         raise ValueError(
             'With device="meta", like= says which device the times are those of: a profile that '

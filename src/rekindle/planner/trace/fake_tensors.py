@@ -1,8 +1,8 @@
-"""A model on tensors without memory: nothing is allocated, nothing computed.
+"""Runs a model on fake tensors: nothing is allocated, nothing computed.
 
-Parameters, buffers and the batch have fake tensors in their place for a while. Ops on these tell
-shapes and lifetimes as real ones do. They say that they are on a CPU, because autograd wants a real
-device behind any other.
+Parameters, buffers and the batch are replaced by fake tensors for a while. Ops on these give the
+shapes and lifetimes of real ones. Their device is the CPU, because autograd wants a real device
+behind any other.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.errors import RekindleError
-from rekindle.planner.trace.emulate_cuda_ops import AsOnCuda
+from rekindle.planner.trace.emulate_cuda_ops import EmulateCudaOps
 from rekindle.torch_private.dispatch_modes import ASKS_DEVICE, TorchDispatchMode, past_modes
 from rekindle.torch_private.fake_mode import (
     DataDependentOutputException,
@@ -28,19 +28,19 @@ from rekindle.torch_private.storages import storage_key
 CPU = torch.device("cpu")
 
 
-class Fakes:
-    """Fake tensors in the place of others, one for each, that share memory where those do."""
+class FakeTensors:
+    """Fake tensors for real ones, one for each, which share storages as the real ones do."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._known: dict[int, Tensor] = {}
         self._storages: dict[tuple[int, torch.dtype], Tensor] = {}
         self._alive: list[Tensor] = []
-        """So that no address is used twice."""
+        """Tensors that have a fake, held so that no id is used twice."""
         self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The fake of a tensor, which is a parameter if that is one."""
+        """Return the fake of a tensor; a parameter for a parameter."""
         fake = self._known.get(id(tensor))
         if fake is None:
             self._alive.append(tensor)
@@ -54,8 +54,8 @@ class Fakes:
         return fake
 
     def of_foreign(self, leaf: Any) -> Any:
-        """The fake of a tensor from somewhere else, unless it is one or has whole numbers."""
-        if not isinstance(leaf, Tensor) or _is_whole(leaf):
+        """Return the fake of a tensor from outside the model; fakes and small integers stay."""
+        if not isinstance(leaf, Tensor) or _is_small_integers(leaf):
             return leaf
         if isinstance(leaf, FakeTensor):
             return leaf if leaf.fake_mode is self._mode else self.of(leaf)
@@ -66,7 +66,7 @@ class Fakes:
         return self.of(leaf)
 
     def restore_gradients(self) -> None:
-        """Of tensors from somewhere else: as they were."""
+        """Restore the gradients of tensors from outside the model."""
         for tensor, gradient in self._gradients.values():
             tensor.grad = gradient
 
@@ -81,7 +81,7 @@ class Fakes:
 
 
 def refuse_what_has_no_fake(model: nn.Module) -> None:
-    """An error for tensors of which no fake can be made."""
+    """Raise a `ValueError` if a fake of some tensor of the model cannot be made."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) not in (*_PLAIN, FakeTensor):
             raise ValueError(
@@ -92,14 +92,14 @@ def refuse_what_has_no_fake(model: nn.Module) -> None:
             raise ValueError(f"{name} is not strided: it cannot be profiled without memory")
 
 
-class _FakeOrWhole(TorchDispatchMode):
-    """What ops are given is fake, wherever it comes from, but for small tensors of whole numbers.
+class _FakeUnlessSmallIntegers(TorchDispatchMode):
+    """Gives ops fake tensors, wherever theirs come from, but for small tensors of integers.
 
-    Models look at positions and masks, to leave out what is not needed. So whole numbers that are
-    made from nothing fake are real: the model finds what it would.
+    Models read positions and masks, to leave out what is not needed. So integers that are computed
+    from nothing fake are real: the model reads the values that it would.
     """
 
-    def __init__(self, fakes: Fakes) -> None:
+    def __init__(self, fakes: FakeTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fakes = fakes
 
@@ -114,50 +114,52 @@ class _FakeOrWhole(TorchDispatchMode):
         if func is ASKS_DEVICE:
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if all(map(_is_whole, given)):
-            return self._run_whole(func, args, kwargs)
+        if all(map(_is_small_integers, given)):
+            return self._run_integers(func, args, kwargs)
         if not all(isinstance(tensor, FakeTensor) for tensor in given):
             args, kwargs = tree_map(self._fakes.of_foreign, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _run_whole(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_integers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             pass
         else:
             made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-            if not made or not all(tensor.device == CPU and _has_whole(tensor) for tensor in made):
+            if not made or not all(
+                tensor.device == CPU and _holds_few_integers(tensor) for tensor in made
+            ):
                 return out
         return past_modes(partial(func, *args, **kwargs))
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.device == CPU and _has_whole(tensor)
+def _is_small_integers(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.device == CPU and _holds_few_integers(tensor)
 
 
-def _has_whole(tensor: Tensor) -> bool:
-    """Whether these are whole numbers, or truths, and not many."""
-    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-    return is_whole and tensor.numel() <= _MANY
+def _holds_few_integers(tensor: Tensor) -> bool:
+    """Return whether the elements are integers or booleans, and few."""
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    return is_integer and tensor.numel() <= _MOST_INTEGERS
 
 
-_MANY = 1 << 18
+_MOST_INTEGERS = 1 << 18
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 @contextmanager
-def faked(model: nn.Module, batch: Any, *, as_on: str = "cpu") -> Iterator[Any]:
-    """Inside, the model's tensors are fake, as on a device; gives the batch with fake tensors."""
+def with_fake_tensors(model: nn.Module, batch: Any, *, as_on: str = "cpu") -> Iterator[Any]:
+    """Replace the model's tensors by fake ones, as on a device; yields the batch likewise."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = Fakes(mode)
-    own = list(places_of(model))
+    fakes = FakeTensors(mode)
+    own = list(tensor_slots(model))
     try:
         for tensors, name, tensor in own:
             tensors[name] = fakes.of(tensor)
         given = tree_map(fakes.of_foreign, batch)
-        on_device = nullcontext() if as_on == "cpu" else AsOnCuda()
-        with on_device, mode, _FakeOrWhole(fakes):
+        on_device = nullcontext() if as_on == "cpu" else EmulateCudaOps()
+        with on_device, mode, _FakeUnlessSmallIntegers(fakes):
             yield given
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RekindleError(
@@ -170,10 +172,10 @@ def faked(model: nn.Module, batch: Any, *, as_on: str = "cpu") -> Iterator[Any]:
         fakes.restore_gradients()
 
 
-def places_of(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Where a model's tensors are: what holds them, the key there, and the tensor.
+def tensor_slots(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Yield the places of a model's tensors: the container, the key in it, and the tensor.
 
-    In a list or a dict that is an attribute, parameters alone: other tensors there come and go.
+    Of lists and dicts that are attributes, parameters alone: other tensors there come and go.
     """
     for module in model.modules():
         for tensors in (module._parameters, module._buffers, vars(module)):
@@ -190,6 +192,6 @@ def places_of(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
                     yield module._flat_weights, index, tensor
 
 
-def has_no_memory(tensor: Tensor) -> bool:
-    """Whether there is nothing behind a tensor."""
+def is_without_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor is fake or on the meta device."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)

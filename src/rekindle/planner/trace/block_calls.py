@@ -1,0 +1,164 @@
+"""Arguments of distinct blocks, collected in a forward: each block is later run alone with them.
+
+Each block is given copies of what it is handed, so that it holds the copies, if anything. When the
+next block begins, the originals are freed, or something other than the block holds them: that tells
+how many bytes of a block's input live no longer than its forward.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, UntypedStorage, nn
+
+from rekindle.planner.measure.memory_meter import storages_of
+from rekindle.planner.measure.model_lock import for_this_thread
+from rekindle.planner.ranks.rank_sync import wait_for_all_ranks
+from rekindle.planner.trace.block_signature import BlockKey
+from rekindle.planner.training_step import TrainingStep
+from rekindle.regions.recompute import ambient
+from rekindle.torch_private.data_parallel import sharded_parameters
+from rekindle.torch_private.pytrees import tree_leaves, tree_map
+from rekindle.torch_private.storages import storage_key
+
+Arguments = tuple[Any, Any]
+"""Positional and keyword arguments."""
+KeyOf = Callable[[str, Arguments, ambient.Ambient], BlockKey]
+"""Returns the key of a block's call, by its path, its arguments and the ambient state."""
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of a block: what it takes to run the block alone."""
+
+    block: nn.Module
+    arguments: Arguments
+    """Without the graphs behind them."""
+    ambient: ambient.Ambient
+    """The state around the call, such as autocast."""
+
+
+@dataclass(frozen=True)
+class CollectedCalls:
+    """The calls of one forward."""
+
+    order: tuple[str, ...]
+    """Paths of the blocks, in the order of their calls."""
+    keys: dict[str, BlockKey]
+    """The key of each block's first call, by path."""
+    calls: dict[BlockKey, BlockCall]
+    """The first call with each key."""
+    passed: tuple[int, ...]
+    """Bytes that each block is given by the one before, and that nothing else holds."""
+
+
+def collect_calls(
+    step: TrainingStep, blocks: dict[str, nn.Module], key_of: KeyOf
+) -> CollectedCalls:
+    """Run a forward, and collect the calls of distinct blocks."""
+    collector = _CallCollector(key_of)
+    with ExitStack() as stack:
+        for path, block in blocks.items():
+            before = for_this_thread(partial(collector.before_block, path))
+            hook = block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            stack.callback(hook.remove)
+            after = for_this_thread(collector.after_block)
+            stack.callback(block.register_forward_hook(after).remove)
+        loss = step.loss()
+        collector.end_forward()
+    wait_for_all_ranks()  # before a backward that one may not come to
+    if sharded_parameters(step.model):
+        loss.backward()  # FSDP minds a forward without one
+    return CollectedCalls(
+        tuple(collector.order), collector.keys, collector.calls, tuple(collector.passed)
+    )
+
+
+_WeakStorage = weakref.ref[UntypedStorage]
+
+
+class _CallCollector:
+    """Collects calls by hooks of blocks; it holds no storage but those of the calls."""
+
+    def __init__(self, key_of: KeyOf) -> None:
+        self.order: list[str] = []
+        self.keys: dict[str, BlockKey] = {}
+        self.calls: dict[BlockKey, BlockCall] = {}
+        self.passed: list[int] = []
+        self._key_of = key_of
+        self._inputs: list[_WeakStorage] = []
+        """Storages that the running block was given."""
+        self._outputs: list[_WeakStorage] = []
+        """Storages that the last block returned and was not given itself."""
+        self._from_last: list[tuple[_WeakStorage, int]] | None = None
+        """Storages that the running block was given by the one before, with their bytes; None
+        before the first block."""
+
+    def before_block(self, path: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Copy what the block before returned, and keep the first call with each key."""
+        self._count_passed()
+        self.order.append(path)
+        outputs = _keys(self._outputs)
+        from_last: dict[int, tuple[_WeakStorage, int]] = {}
+
+        def copied(leaf: Any) -> Any:
+            storages = storages_of(leaf) if isinstance(leaf, Tensor) else []
+            passed = [storage for storage in storages if storage_key(storage) in outputs]
+            if not passed:
+                return leaf
+            for storage in passed:
+                from_last[storage_key(storage)] = weakref.ref(storage), storage.nbytes()
+            return leaf.clone()
+
+        given: Arguments = tree_map(copied, (args, kwargs))
+        self._from_last = list(from_last.values())
+        self._inputs = _weak_storages(given)
+        if path not in self.keys:
+            around = ambient.take()
+            key = self.keys[path] = self._key_of(path, given, around)
+            if key not in self.calls:
+                self.calls[key] = BlockCall(block, without_graph(given), around)
+        return given
+
+    def after_block(self, _block: nn.Module, _args: Any, out: Any) -> None:
+        """Note the storages that a block made."""
+        # What a block returns as it was given is copied once: a copy for each block would be
+        # memory of its own.
+        through = _keys(self._inputs)
+        self._outputs = [weak for weak in _weak_storages(out) if not _keys([weak]) & through]
+
+    def _count_passed(self) -> None:
+        if self._from_last is not None:
+            self.passed.append(sum(nbytes for weak, nbytes in self._from_last if weak() is None))
+
+    def end_forward(self) -> None:
+        """Count the last block; like the one before it, if that one's input is freed."""
+        self._count_passed()
+        if self.passed:
+            self.passed[-1] = min(self.passed[-2:])
+
+
+def _weak_storages(values: Any) -> list[_WeakStorage]:
+    """Weak references to the storages of the tensors among some values."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return [weakref.ref(storage) for tensor in tensors for storage in storages_of(tensor)]
+
+
+def _keys(weak_storages: Iterable[_WeakStorage]) -> set[int]:
+    """The keys of those storages that are alive."""
+    return {storage_key(storage) for weak in weak_storages if (storage := weak()) is not None}
+
+
+def without_graph(arguments: Arguments) -> Arguments:
+    """Return the arguments with leaves in the place of tensors, which share their memory."""
+
+    def as_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().requires_grad_(leaf.requires_grad)
+
+    leaves: Arguments = tree_map(as_leaf, arguments)
+    return leaves
