@@ -14,7 +14,9 @@ import torch
 import rekindle
 from rekindle.planner import json_files, json_schema
 from rekindle.planner.plan_for_budget import BudgetError, plain_prediction
+from rekindle.planner.timeline import simulate
 from rekindle.planner.types import BlockProfile, Candidate, Nearby
+from rekindle.strategy import OpAddress, PlannedOps, SavedIndices, Selective
 from tests.toys import Stack, gradients, same_bits
 
 DATA = Path(__file__).parents[1] / "data"
@@ -170,17 +172,23 @@ CASES: list[tuple[str, Place, Any, str]] = [
     ("profile", ("between",), [1], "between: should have 3 numbers"),
     ("profile", ("passed",), [0] * 4, "passed: should have 3 numbers"),
     ("profile", ("bytes_per_second",), 0.0, r"blocks\[0\].candidates\[5\].bytes_moved: cannot be"),
+    ("profile", FIRST[:3], [], "candidates: should have one that is to keep, but 0 are"),
+    ("profile", (*FIRST, "strategy"), {"strategy": "recompute"}, "one that is to keep, but 0 are"),
     (
         "profile",
-        FIRST[:3],
-        [],
-        r"candidates: should have one that is to keep, but 0 are",
+        (*FIRST, "strategy"),
+        {"strategy": "offload"},
+        "strategy: should be one that a plan",
     ),
-    ("profile", (*FIRST, "strategy"), {"strategy": "recompute"}, "one that is to keep, but 0 are"),
     ("profile", (*FIRST, "bytes_held"), -1, r"candidates\[0\].bytes_held should be a whole number"),
     ("profile", (*FIRST, "bytes_moved"), 1, "bytes_moved: should be 0 where the strategy is Keep"),
     ("profile", (*FIRST, "strategy", "kept"), [1], r"strategy\.kept should be no field"),
-    ("profile", (*MOVES, "strategy", "offloaded"), [7, 5], "should go up, but is"),
+    (
+        "profile",
+        (*MOVES, "strategy", "offloaded"),
+        [7, 7],
+        "is there a second time",
+    ),
     ("profile", (*MOVES, "strategy", "recomputed"), [7], "has 7, which is in offloaded"),
     ("profile", (*MOVES, "largest_moved"), 2**60, "more than is moved"),
     ("profile", ("unused",), ["a", "a"], r"unused\[1\]: names 'a' a second time"),
@@ -238,9 +246,10 @@ def test_a_deep_value_in_a_field_is_refused(kind: str, tmp_path: Path) -> None:
 
 
 @every_kind
-def test_a_file_of_version_4_is_read(kind: str, tmp_path: Path) -> None:
-    old = DATA / f"{kind}-v4.json"
-    assert json.loads(old.read_text())["version"] == 4
+@pytest.mark.parametrize("version", [4, 5])
+def test_a_file_of_an_older_version_is_read(kind: str, version: int, tmp_path: Path) -> None:
+    old = DATA / f"{kind}-v{version}.json"
+    assert json.loads(old.read_text())["version"] == version
     value = KINDS[kind](old)
     value.save(tmp_path / "new.json")
     assert KINDS[kind](tmp_path / "new.json") == value
@@ -257,8 +266,38 @@ def test_a_profile_of_version_4_is_solved_as_it_was() -> None:
     assert rekindle.frontier(profile, 3)
 
 
-def test_a_plan_of_version_4_is_applied() -> None:
-    plan = rekindle.Plan.load(DATA / "plan-v4.json")
+V5_BLOCKS = """\
+  blocks.0: 1 x Block: keep 2 results (addmm, layer_norm), recompute the rest: 644 KiB held, 1.49 ms
+  blocks.1: 1 x Block: keep 1 result (layer_norm), spill 1 result (addmm), recompute the rest: \
+260 KiB held, 256 KiB moved, 1.50 ms
+  blocks.2: 1 x Block: recompute 1 result (gelu), spill 1 result (addmm), keep the rest: 260 KiB \
+held, 256 KiB moved, 1.26 ms"""
+
+
+def test_a_plan_of_version_5_prints_as_it_did() -> None:
+    assert str(rekindle.Plan.load(DATA / "plan-v5.json")).endswith(V5_BLOCKS)
+
+
+def test_options_of_version_5_are_strategies() -> None:
+    strategies = [c.strategy for _, _, c in rekindle.Plan.load(DATA / "plan-v5.json").blocks]
+    norm = OpAddress("norm", "aten::native_layer_norm", 0, 1)
+    up = OpAddress("mlp.up", "aten::addmm", 0, 2)
+    assert strategies == [
+        Selective(PlannedOps((norm, up))),
+        Selective(PlannedOps((norm,), (up,), "disk")),
+        SavedIndices((8,), (7,), "disk", 10),
+    ]
+
+
+def test_a_profile_of_version_5_predicts_what_it_did() -> None:
+    profile, plan = (KINDS[kind](DATA / f"{kind}-v5.json") for kind in ("profile", "plan"))
+    found = simulate(profile, [candidate for _, _, candidate in plan.blocks])
+    assert (found.peak, found.seconds) == (plan.predicted_peak, plan.predicted_time)
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_a_plan_of_an_older_version_is_applied(version: int) -> None:
+    plan = rekindle.Plan.load(DATA / f"plan-v{version}.json")
     model, x = Stack(3, 64), torch.randn(512, 64, requires_grad=True)
     leaves = [x, *model.parameters()]
     _, before, _ = gradients(lambda: model(x), leaves)

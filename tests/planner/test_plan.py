@@ -138,18 +138,29 @@ def test_a_plan_with_a_field_too_many_is_refused_with_its_name(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "match"),
+    ("strategy", "match"),
     [
-        ("fate", "burn", r"fate should be one of keep, recompute, derive, select, but is 'burn'"),
-        ("tier", "tape", r"blocks\[0\]\[2\]\.tier should be one of host, disk, but is 'tape'"),
-        ("kept", ("a",), r"kept\[0\] should be a whole number from 0 on, but is 'a'"),
+        (
+            {"strategy": "burn"},
+            r"\[2\]\.strategy\.strategy should be one of keep, .*, but is 'burn'",
+        ),
+        (
+            {"strategy": "saved_indices", "tier": "tape"},
+            r"strategy\.tier should be one of host, disk, but is 'tape'",
+        ),
+        (
+            {"strategy": "selective", "policy": {"policy": "numbered_ops", "kept": ["a"]}},
+            r"kept\[0\] should be a whole number from 0 on, but is 'a'",
+        ),
     ],
 )
-def test_a_plan_with_an_option_that_there_is_not_is_refused(
-    field: str, value: object, match: str, tmp_path: Path
+def test_a_plan_with_a_strategy_that_there_is_not_is_refused(
+    strategy: dict[str, Any], match: str, tmp_path: Path
 ) -> None:
-    option = replace(KEEP, **{field: value})  # type: ignore[arg-type]
-    path = saved(plan_of(*[option] * 3), tmp_path)
+    path = saved(plan_of(KEEP, KEEP, KEEP), tmp_path)
+    values = json.loads(path.read_text())
+    values["blocks"][0][2]["strategy"] = strategy
+    path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=match):
         rekindle.Plan.load(path)
 
@@ -297,7 +308,7 @@ def test_removing_a_plan_leaves_the_model_as_it_was() -> None:
 
 
 def test_a_plan_that_was_saved_does_what_it_did_before(tmp_path: Path) -> None:
-    plan = plan_of(DROP, replace(SOME, offloaded=()), DROP)
+    plan = plan_of(DROP, replace(SOME, strategy=Selective(NumberedOps((1, 3)))), DROP)
     plan.save(tmp_path / "plan.json")
     model, x = Stack(3, drop=0.3), torch.randn(4, 8)
     leaves = list(model.parameters())

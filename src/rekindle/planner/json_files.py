@@ -133,8 +133,8 @@ def _strategy(
         by_address = bool(kept_ops or offloaded_ops)
         policy = {
             "policy": "planned_ops" if by_address else "numbered_ops",
-            "kept": _sorted_ops(kept_ops) if by_address else kept,
-            "offloaded": _sorted_ops(offloaded_ops) if by_address else offloaded,
+            "kept": kept_ops if by_address else kept,
+            "offloaded": offloaded_ops if by_address else offloaded,
             "tier": tier,
         }
         return {"strategy": "selective", "policy": policy}
@@ -142,14 +142,6 @@ def _strategy(
         moved = {"offloaded": offloaded, "tier": tier}
         return {"strategy": "saved_indices", "recomputed": derived, **moved, "count": saves}
     return {"strategy": fate}
-
-
-def _sorted_ops(found: Any) -> Any:
-    """Addresses of ops, which a strategy has sorted."""
-    try:
-        return sorted(found, key=lambda op: (op["module"], op["op"], op["index"], op["count"]))
-    except (KeyError, TypeError):
-        return found
 
 
 def _each(found: Any, change: Callable[[Any], Any]) -> Any:
