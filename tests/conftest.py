@@ -48,7 +48,7 @@ MOST_WORKERS = 8
 SELECTING = ("keyword", "markexpr", "lf", "stepwise")
 """Options of pytest by which a part of the tests runs."""
 LONGEST = (
-    "compile/test_graph_offload.py",
+    "compile/test_offload_ops.py",
     "distributed/test_parallel.py",
     "planner/test_fake_profile.py",
     "offload/tiers/test_disk.py",

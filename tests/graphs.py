@@ -25,6 +25,17 @@ TORCHS_WARNINGS = [
 """What the compiler sets off by itself, and minds if it is an error."""
 
 
+BOTH_BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+"""With the partitioner: ops run as they are written, or fused."""
+
+WEIGHT = torch.randn(8, 8, requires_grad=True)
+
+
+def product(x: Tensor) -> Tensor:
+    """Two matrix products, with a function after each that saves what it is given."""
+    return ((x @ WEIGHT).sin() @ WEIGHT).exp()
+
+
 @dataclass
 class Graphs:
     """What was compiled: the ops of forward and backward graphs, by their names."""

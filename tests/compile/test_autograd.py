@@ -16,16 +16,10 @@ from torch.nn.functional import dropout
 
 import rekindle
 from rekindle import policies
-from tests.graphs import TORCHS_WARNINGS, fresh_compiler
+from tests.graphs import TORCHS_WARNINGS
 from tests.toys import assert_same_step, leaf, same_bits
 
 pytestmark = TORCHS_WARNINGS
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    with fresh_compiler():
-        yield
 
 
 class Model(nn.Module):

@@ -1,6 +1,6 @@
 """A region in compiled code gives what the same code gives without it, on every backend."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,16 +13,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import rekindle
 from rekindle import policies
-from tests.graphs import TORCHS_WARNINGS, fresh_compiler, graphs_of
+from tests.graphs import TORCHS_WARNINGS, graphs_of
 from tests.toys import Block, assert_same_step, leaf, same_bits
 
 pytestmark = TORCHS_WARNINGS
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    with fresh_compiler():
-        yield
 
 
 BACKENDS = ["eager", "aot_eager", "aot_eager_decomp_partition", "inductor"]

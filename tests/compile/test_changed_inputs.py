@@ -1,6 +1,5 @@
 """Buffers that a compiled region changes in place and reads: gradients are those of eager code."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,15 +8,9 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle import policies
-from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler
+from tests.graphs import TORCHS_WARNINGS, Graphs
 
 pytestmark = TORCHS_WARNINGS
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    with fresh_compiler():
-        yield
 
 
 class Average(nn.Module):

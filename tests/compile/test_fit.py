@@ -1,7 +1,7 @@
 """Plans and compiled code: `fit` first and compile after; the other way round is refused."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,16 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler
+from tests.graphs import TORCHS_WARNINGS, Graphs
 from tests.toys import Stack
 
 pytestmark = TORCHS_WARNINGS
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    with fresh_compiler():
-        yield
 
 
 def stack() -> tuple[Stack, Tensor]:

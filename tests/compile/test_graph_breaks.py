@@ -12,18 +12,10 @@ from torch import Tensor
 
 import rekindle
 from rekindle import policies
-from rekindle.compile import graph_breaks
-from tests.graphs import TORCHS_WARNINGS, fresh_compiler
+from tests.graphs import TORCHS_WARNINGS
 from tests.toys import Block, assert_same_step, leaf
 
 pytestmark = TORCHS_WARNINGS
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    graph_breaks.warned.clear()
-    with fresh_compiler():
-        yield
 
 
 BLOCK = Block(drop=0.5)

@@ -1,6 +1,6 @@
 """Wrappers and `rekindle.apply` in compiled models, and compiled modules inside of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,16 +11,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import rekindle
 from rekindle import policies
 from rekindle.policies import keep
-from tests.graphs import TORCHS_WARNINGS, fresh_compiler, graphs_of
+from tests.graphs import TORCHS_WARNINGS, graphs_of
 from tests.toys import Block, Stack, assert_same_step, leaf
 
 pytestmark = TORCHS_WARNINGS
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    with fresh_compiler():
-        yield
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
@@ -114,24 +108,24 @@ def test_what_was_removed_is_compiled_anew_without_regions() -> None:
 
 @pytest.mark.parametrize("what", ["recompute", policies.keep_matmuls], ids=["recompute", "policy"])
 @pytest.mark.parametrize("drop", [0.0, 0.5])
-def test_a_compiled_model_has_the_same_gradients_with_fates_and_without(
+def test_a_compiled_model_has_the_same_gradients_with_strategies_and_without(
     what: Any, drop: float
 ) -> None:
     stack, x = Stack(2, drop=drop), leaf(4, 8)
     plain = compiled(stack, fullgraph=True)
     leaves = [x, *stack.parameters()]
 
-    def with_fates(x: Tensor) -> Any:
+    def with_strategies(x: Tensor) -> Any:
         rekindle.apply(stack, what)
         try:
             return compiled(stack, fullgraph=True)(x)
         finally:
             rekindle.remove(stack)
 
-    assert_same_step(lambda: plain(x), lambda: with_fates(x), leaves)
+    assert_same_step(lambda: plain(x), lambda: with_strategies(x), leaves)
 
 
-def test_fates_around_blocks_that_are_compiled_alone_are_regions_in_their_graphs() -> None:
+def test_strategies_around_blocks_that_are_compiled_alone_are_regions_in_their_graphs() -> None:
     stack, x = Stack(3, drop=0.5), leaf(4, 8)
     for block in stack.blocks:
         block.compile(backend="aot_eager", fullgraph=True)

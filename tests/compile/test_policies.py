@@ -1,7 +1,7 @@
 """Policies in compiled code: what a policy keeps is saved in the graph and not made again."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,23 +12,10 @@ from torch import Tensor, nn
 import rekindle
 from rekindle import CheckpointPolicy, policies
 from rekindle.policies import at, every, first, keep, named, recompute
-from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler, graphs_of
+from tests.graphs import TORCHS_WARNINGS, WEIGHT, Graphs, graphs_of, product
 from tests.toys import Block, Mlp, Stack, assert_same_step, leaf
 
 pytestmark = TORCHS_WARNINGS
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    with fresh_compiler():
-        yield
-
-
-WEIGHT = torch.randn(8, 8, requires_grad=True)
-
-
-def product(x: Tensor) -> Tensor:
-    return ((x @ WEIGHT).sin() @ WEIGHT).exp()
 
 
 def under(context_fn: Any, function: Callable[..., Any] = product) -> Graphs:

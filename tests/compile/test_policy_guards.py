@@ -1,7 +1,7 @@
 """Guards on policies: a graph serves the regions whose policy it was made for, and no others."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,16 +12,10 @@ from torch import Tensor, nn
 import rekindle
 from rekindle import CheckpointPolicy, policies
 from rekindle.policies import Policy, at, every, first, keep, recompute
-from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler
+from tests.graphs import TORCHS_WARNINGS, Graphs
 from tests.toys import leaf
 
 pytestmark = TORCHS_WARNINGS
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    with fresh_compiler():
-        yield
 
 
 class Wave(nn.Module):

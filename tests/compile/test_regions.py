@@ -1,7 +1,6 @@
 """Regions inside compiled functions: what runs in the forward graph, what again in the backward."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,16 +11,10 @@ from torch import Tensor, nn
 import rekindle
 import rekindle.compat.checkpoint
 from rekindle import compat, policies
-from tests.graphs import TORCHS_WARNINGS, fresh_compiler, graphs_of
+from tests.graphs import TORCHS_WARNINGS, WEIGHT, graphs_of, product
 from tests.toys import Block, Stack, assert_same_step, leaf
 
 pytestmark = TORCHS_WARNINGS
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    with fresh_compiler():
-        yield
 
 
 def wave(x: Tensor) -> Tensor:
@@ -30,13 +23,6 @@ def wave(x: Tensor) -> Tensor:
 
 def scaled(x: Tensor, by: Tensor, power: int = 2) -> Tensor:
     return (x * by).sin().pow(power)
-
-
-WEIGHT = torch.randn(8, 8, requires_grad=True)
-
-
-def product(x: Tensor) -> Tensor:
-    return ((x @ WEIGHT).sin() @ WEIGHT).exp()
 
 
 def test_without_a_region_nothing_that_is_saved_is_made_again() -> None:

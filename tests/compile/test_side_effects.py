@@ -11,8 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import rekindle
 from rekindle import policies
-from rekindle.compile import graph_breaks
-from tests.graphs import TORCHS_WARNINGS, Graphs, fresh_compiler
+from tests.graphs import TORCHS_WARNINGS, Graphs
 from tests.toys import leaf
 
 pytestmark = TORCHS_WARNINGS
@@ -20,10 +19,8 @@ SETTING = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    graph_breaks.warned.clear()
-    with fresh_compiler():
-        yield
+def setting_is_put_back(fresh: None) -> Iterator[None]:
+    yield
     assert getattr(config, SETTING) is False
 
 

@@ -1,9 +1,8 @@
 """A few regions under `torch.compile`, and compiled modules inside regions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -11,13 +10,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import rekindle
 from tests.toys import Block, Mlp, assert_same_step, leaf
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def whole(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,1 +1,1 @@
-"""Regions inside `torch.compile`."""
+"""Regions inside `torch.compile`: handed to torch's operator, guarded, and offloaded in graphs."""

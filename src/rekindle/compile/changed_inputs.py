@@ -1,8 +1,8 @@
 """Inputs of a graph that its forward changes in place, such as buffers: backward has them as given.
 
-A region's backward makes its results again from the inputs that the forward graph was given. What a
-forward changes, it writes back to the input at its end, and torch's partitioner saves the input
-itself: backward would begin from what the forward left there. So a copy from before is saved.
+A region's backward recomputes its results from the inputs that the forward graph was given. A
+forward writes an input that it changes back at its end, and torch's partitioner saves the input
+itself: backward would begin from the new value. So a copy of the old value is saved.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ def _add_copy(graph: Any, placeholder: Any) -> Any:
 
 
 def _rename(graph: Any, placeholder: Any, copy: Any) -> None:
-    """Let a backward graph take a copy in the place of the input."""
+    """Give a backward graph the copy in the place of the input."""
     with graph.inserting_after(placeholder):
         taken = graph.placeholder(copy.name)
     taken.meta["val"] = copy.meta["val"]

@@ -1,6 +1,6 @@
 """Runs a region in compiled code that cannot be part of a graph, and warns of it.
 
-Torch then runs the whole region without compiling any of it, and says nothing. Half a graph in
+Torch runs such a region without compiling any of it, and without a warning. Half a graph in
 forward would be no better: a replay happens outside compiled code, and autograd saves other tensors
 in a graph than op by op.
 """
@@ -18,7 +18,7 @@ warned: set[tuple[str, str]] = set()
 
 @no_graph_inside
 def run_outside_graphs(region: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a region with nothing of it compiled, and say why; once for each place."""
+    """Run a region with nothing of it compiled, and warn of the graph break once per place."""
     broken = last_graph_break()
     if broken is not None:
         place, why = broken

@@ -1,105 +1,35 @@
-"""Offload inside graphs: ops that hand a graph's results to the offload engine and get them back.
+"""A pass over a pair of graphs: marked tensors are offloaded in forward and fetched in backward.
 
-Note [Offload in a graph]. A forward graph ends with one `rekindle::send` of all that is to go, and
-saves tickets in place of it; a backward graph has a `rekindle::fetch` where each is first used. The
-engine is the one of eager code: copies on its own streams, brought back ahead of need. Compilers
-use the memory of a result again once nothing in the graph reads it, and the engine reads it for
-longer. So `send` also takes all else that the graph returns: nothing can be made after it. In the
-place of a random state, which no compiler takes for a tensor, it takes what was drawn from it. And
-what shares its memory with another result does not go.
-
-A ticket is a tensor whose memory is a Python object: the object lives as long as the memory does,
-wherever autograd keeps it.
+Note [Offload in a graph]. A forward graph ends with one `rekindle::send` of all tensors that are
+offloaded, and saves tickets in their place; a backward graph has a `rekindle::fetch` where each is
+first used. The engine is the one of eager code: copies on its own streams, prefetched. Compilers
+reuse the memory of a result once nothing in the graph reads it, and the engine reads it for longer.
+So `send` also takes all else that the graph returns: nothing can be computed after it. In the place
+of a random state, which no compiler takes for a tensor, it takes the numbers drawn from it. A
+tensor that shares its memory with another result is not offloaded.
 """
 
 import operator
-from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
-from rekindle.compile.node_tags import FATE
-from rekindle.errors import OffloadError
-from rekindle.offload.activation import Kept, Saved
-from rekindle.regions.selective.decisions import Decision
-from rekindle.regions.selective.offload_bridge import pause, take
-from rekindle.torch_private.autograd_graph import keep_graph
+from rekindle.compile.node_tags import DECISION
+from rekindle.compile.offload_ops import fake_send
 from rekindle.torch_private.fx_nodes import RUN_AND_SAVE_RNG_STATE
 from rekindle.torch_private.storages import storage_key
 
-_library = Library("rekindle", "FRAGMENT")
-_library.define("send(Tensor[] leaving, Tensor[] staying, str[] fates) -> Tensor[]")
-_library.define(
-    "fetch(Tensor ticket, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor"
-)
-
-
-class _Ticket(bytearray):
-    """Eight bytes with a number, and what the engine has for it."""
-
-    saved: Saved | Kept
-
-
-_tickets: "WeakValueDictionary[int, _Ticket]" = WeakValueDictionary()
-_numbers = count()
-
-
-def _send(leaving: list[Tensor], staying: list[Tensor], fates: list[str]) -> list[Tensor]:
-    shared = {x.untyped_storage().data_ptr() for x in staying}
-    tickets = []
-    for x, fate in zip(leaving, fates, strict=True):
-        is_shared = x.untyped_storage().data_ptr() in shared  # as no graph says, but a backend may
-        shared.add(x.untyped_storage().data_ptr())
-        number = next(_numbers)
-        ticket = _tickets[number] = _Ticket(number.to_bytes(8, "little"))
-        ticket.saved = take(Decision(fate), x.clone() if is_shared else x)
-        tickets.append(torch.frombuffer(ticket, dtype=torch.int64))
-    pause({Decision(fate) for fate in fates}, failed=False)
-    return tickets
-
-
-def _fetch(
-    ticket: Tensor, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    found = _tickets.get(int(ticket))
-    if found is None:
-        raise OffloadError(
-            "What a compiled graph sent to host memory is gone: saved-tensor hooks around it gave "
-            "back a copy of its ticket. Take them off, or let the policy keep its results."
-        )
-    x = found.saved.get()
-    if list(x.stride()) != list(stride):  # the forward's compiler chose others than its graph has
-        return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(x)
-    return x.clone() if keep_graph() else x  # the graph may write to it
-
-
-def _fake_send(leaving: list[Tensor], *_: Any) -> list[Tensor]:
-    return [torch.empty(1, dtype=torch.int64, device="cpu") for _ in leaving]
-
-
-def _fake_fetch(
-    _: Tensor, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
-for _name, _real, _fake in (("send", _send, _fake_send), ("fetch", _fetch, _fake_fetch)):
-    _library.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"rekindle::{_name}", _fake, lib=_library)
-
 
 def offload_marked(forward: Any, backward: Any, outputs: int) -> None:
-    """Have what is marked in a pair of graphs go and come back: Note [Offload in a graph].
+    """Offload the marked tensors that a pair of graphs saves: Note [Offload in a graph].
 
     Args:
         forward: the graph module of the forward, whose results are the model's and the saved ones.
         backward: that of the backward, whose placeholders have the names of what is saved.
         outputs: how many of the forward's results are the model's.
     """
-    if not any(FATE in node.meta for node in forward.graph.nodes):
+    if not any(DECISION in node.meta for node in forward.graph.nodes):
         return
     output = forward.graph.find_nodes(op="output")[0]
     placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
@@ -115,21 +45,21 @@ def offload_marked(forward: Any, backward: Any, outputs: int) -> None:
     output.update_arg(0, tuple(tickets.get(node, node) for node in results))
     for node, ticket in tickets.items():
         _add_fetch(backward.graph, placeholders[node.name], ticket)
-        del node.meta[FATE]
+        del node.meta[DECISION]
     for module in (forward, backward):
         module.graph.lint()
         module.recompile()
 
 
 def _without_unused(results: list[Any], outputs: int, placeholders: dict[str, Any]) -> list[Any]:
-    """A forward's results but for marked ones that are saved and that its backward does not use.
+    """A forward's results without the marked ones that its backward does not use.
 
     Their placeholders are erased too. Torch's partitioner saves them for a random op in backward
     of which nobody needs the numbers, and takes that op away afterwards.
     """
     left = results[:outputs]
     for node in results[outputs:]:
-        is_marked = isinstance(node, torch.fx.Node) and FATE in node.meta
+        is_marked = isinstance(node, torch.fx.Node) and DECISION in node.meta
         placeholder = placeholders.get(node.name) if is_marked else None
         if placeholder is not None and not placeholder.users:
             placeholder.graph.erase_node(placeholder)
@@ -139,16 +69,16 @@ def _without_unused(results: list[Any], outputs: int, placeholders: dict[str, An
 
 
 def _ends(graph: Any) -> list[Any]:
-    """What a graph makes and does not return: for an input that it changes, and what nobody reads.
+    """The nodes of a graph that nothing reads, and the new values of inputs that it changes.
 
-    The latter is what random ops draw: they are not taken for dead.
+    Nothing reads the numbers that some random ops draw: torch does not take these ops for dead.
     """
     ends = [node for node in graph.nodes if node.op == "call_function" and not node.users]
     return [node.args[1] if node.target is torch.ops.aten.copy_.default else node for node in ends]
 
 
 def _made_with(node: Any) -> list[Any]:
-    """The tensors that exist once a node has run: what it made, or else what that was made from.
+    """The tensors that exist once a node has run: its own, or else those that it was made from.
 
     A random state is none of them: it is real where all else is fake.
     """
@@ -178,7 +108,7 @@ def _saved_alone(forward: Any, results: list[Any], outputs: int) -> list[Any]:
     return [
         node
         for node in dict.fromkeys(results[outputs:])
-        if _is_tensor(node) and FATE in node.meta and node not in given
+        if _is_tensor(node) and DECISION in node.meta and node not in given
         if node.op == "call_function" and holders[_memory(node)] == 1
     ]
 
@@ -197,12 +127,12 @@ def _memory(node: Any) -> int:
 
 
 def _add_send(graph: Any, output: Any, leaving: list[Any], staying: list[Any]) -> dict[Any, Any]:
-    """The ticket of each node that is to leave."""
-    fates = [node.meta[FATE].value for node in leaving]
+    """End a forward graph with `send`, and return the ticket of each node that is offloaded."""
+    decisions = [node.meta[DECISION].value for node in leaving]
     vals = [node.meta["val"] for node in leaving]
     with graph.inserting_before(output), vals[0].fake_mode:
-        sent = graph.call_function(torch.ops.rekindle.send.default, (leaving, staying, fates))
-        sent.meta["val"] = _fake_send(vals)
+        sent = graph.call_function(torch.ops.rekindle.send.default, (leaving, staying, decisions))
+        sent.meta["val"] = fake_send(vals)
         tickets = {}
         for i, node in enumerate(leaving):
             name = f"ticket_of_{node.name}"
@@ -213,7 +143,7 @@ def _add_send(graph: Any, output: Any, leaving: list[Any], staying: list[Any]) -
 
 
 def _add_fetch(graph: Any, placeholder: Any, ticket: Any) -> None:
-    """Let a backward graph take a ticket, and fetch what it stands for before its first use."""
+    """Give a backward graph a ticket for a tensor, and fetch the tensor before its first use."""
     val = placeholder.meta["val"]
     with graph.inserting_after(placeholder):
         taken = graph.placeholder(ticket.name)

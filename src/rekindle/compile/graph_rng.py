@@ -18,14 +18,14 @@ runs_op_by_op = called_while_tracing(traces_for_eager_backend)
 
 
 def with_rng(context_fn: Callable[[], Any]) -> tuple["_Forward", "_Replay"]:
-    """The contexts of a region, around which the replay draws what the forward drew."""
+    """A region's contexts, with a replay that draws the random numbers of the forward."""
     forward, replay = context_fn()
     first = _Forward(forward)
     return first, _Replay(replay, first)
 
 
 class _Forward:
-    """Notes the random state, and enters the forward's own context."""
+    """The context of a forward, which also takes the random state."""
 
     def __init__(self, inner: AbstractContextManager[Any]) -> None:
         self._inner = inner
@@ -42,7 +42,7 @@ class _Forward:
 
 
 class _Replay:
-    """Draws from that state, and leaves the random state as it was."""
+    """The context of a replay, which draws from the forward's random state."""
 
     def __init__(self, inner: AbstractContextManager[Any], forward: _Forward) -> None:
         self._inner = inner

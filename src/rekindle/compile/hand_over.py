@@ -57,7 +57,7 @@ def hand_over(
     context_fn: Callable[[], Any],
     preserve_rng_state: bool,
 ) -> Any:
-    """Run a region as torch's own operator: what Dynamo traces.
+    """Run a region as torch's own higher-order operator; Dynamo traces this function.
 
     Checks, debug and early stop are left out: a graph has no replay to check or to stop.
     """
@@ -76,7 +76,7 @@ def hand_over(
     if not may_have_effects():
         return torch_checkpoint(function, *args, **options, **kwargs)
     before = set_effects_allowed(True)
-    run = CHECKPOINT_OP  # what Dynamo takes torch's function for
+    run = CHECKPOINT_OP  # which Dynamo puts in the place of torch's function
     assert run is not None, "Dynamo looks at it here, with that setting"
     set_effects_allowed(before)
     return run(function, *args, **options, **kwargs)
@@ -89,5 +89,5 @@ def _call(context_fn: Callable[[], Any]) -> Any:
 def run_traced(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
 ) -> Any:
-    """Run a region by torch's engine, of which a graph is made without Dynamo, or after it."""
+    """Run a region by torch's engine, in a graph that is traced without Dynamo, or after it."""
     return torch_checkpoint(function, *args, **options, **kwargs)

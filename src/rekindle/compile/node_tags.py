@@ -6,40 +6,40 @@ from rekindle.regions.selective.decisions import Decision
 from rekindle.torch_private.fx_nodes import node_of, traced_nodes
 from rekindle.torch_private.torch_checkpoint import CheckpointPolicy
 
-FATE = "rekindle_fate"
-"""Under which a node's `meta` has the decision of what it makes."""
+DECISION = "rekindle_decision"
+"""The key in a node's `meta` of the decision to offload or spill its result."""
 
 
 def keep(tensor: Tensor) -> None:
-    """Have a result kept that is there already."""
+    """Tag the node of a tensor that was computed already, so that torch keeps it."""
     node = node_of(tensor)
     if node is not None:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def offload(tensors: list[Tensor], decision: Decision) -> None:
-    """Have results sent away and brought back: Note [Offload in a graph]."""
+    """Mark the nodes of tensors for our pass over the graphs: Note [Offload in a graph]."""
     for tensor in tensors:
         node = node_of(tensor) if can_go(tensor, decision) else None
         if node is not None:
-            node.meta[FATE] = decision
+            node.meta[DECISION] = decision
 
 
-def offload_what_was_marked(decision: Decision) -> None:
-    """Do so for the nodes that were tagged to be: by torch 2.11, which asks before an op runs."""
+def offload_tagged_nodes(decision: Decision) -> None:
+    """Mark the nodes that torch 2.11 has tagged: it asks a policy before the op has a node."""
     for node in traced_nodes():
         if node.meta.get("recompute") is CheckpointPolicy.MUST_CPU_OFFLOAD:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             made = node.meta.get("val")
             if isinstance(made, Tensor) and can_go(made, decision):
-                node.meta[FATE] = decision
+                node.meta[DECISION] = decision
 
 
 def can_go(tensor: Tensor, decision: Decision) -> bool:
-    """Whether a tensor is not in host memory anyway, unless it is to go to disk."""
-    return is_away(tensor) or decision is Decision.SPILL
+    """True if a tensor is not in host memory already, or is to go to disk."""
+    return is_on_device(tensor) or decision is Decision.SPILL
 
 
-def is_away(tensor: Tensor) -> bool:
-    """Whether a tensor is not in host memory."""
+def is_on_device(tensor: Tensor) -> bool:
+    """True if a tensor is not in host memory."""
     return tensor.device.type != "cpu"

@@ -43,7 +43,7 @@ class _TracedPolicy:
         """The decision on the last result that goes elsewhere."""
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        node_tags.offload_what_was_marked(self._last)
+        node_tags.offload_tagged_nodes(self._last)
         counter = self._states[bool(ctx.is_recompute)]
         out = getattr(ctx, "op_output", None)
         context = counter.context(op, out, args, kwargs, ctx.is_recompute)
