@@ -161,8 +161,8 @@ def settings() -> dict[str, Any]:
         "transforms": torch._C._functorch.peek_interpreter_stack(),
         "vmap level": old_vmap_level(),
         "excluded keys": versions_excluded(),
-        "recorded regions": len(recording._running.modes),
-        "records nothing": recording._running.is_blind,
+        "recorded regions": len(recording._thread.recorders),
+        "records nothing": recording._thread.is_paused,
         "exec group": exec_group(),
         "observations": len(observation.active),
     }

@@ -20,7 +20,7 @@ from rekindle.planner.trace.block_graph import record
 from rekindle.planner.types import BlockTrace, Candidate
 from rekindle.regions import saved_indices
 from rekindle.regions.selective.planned_ops import NumberedOpsPolicy, policy_of
-from rekindle.regions.selective.tensor_table import Book
+from rekindle.regions.selective.tensor_table import TensorTable
 from rekindle.strategy import NumberedOps, OpAddress, PlannedOps, SavedIndices, Selective
 from tests.toys import same_bits
 
@@ -166,13 +166,13 @@ def peak_of(case: Case, options: list[Candidate], profile: rekindle.Profile) -> 
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ops whose results regions keep, as they run."""
     ops: list[str] = []
-    hold_soon = Book.hold_soon
+    hold_when_marked = TensorTable.hold_when_marked
 
-    def spy(book: Book, tensor: Tensor, value: Any, maker: Any, *rest: Any) -> None:
+    def spy(table: TensorTable, tensor: Tensor, value: Any, maker: Any, *rest: Any) -> None:
         ops.append(maker.name())
-        hold_soon(book, tensor, value, maker, *rest)
+        hold_when_marked(table, tensor, value, maker, *rest)
 
-    monkeypatch.setattr(Book, "hold_soon", spy)
+    monkeypatch.setattr(TensorTable, "hold_when_marked", spy)
     return ops
 
 

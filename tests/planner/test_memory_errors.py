@@ -95,7 +95,7 @@ def test_an_error_in_an_op_that_is_made_again_names_what_was_foreseen(
 
     model = planned(SOME)
     out = model(torch.ones(4, 8)).sum()
-    monkeypatch.setattr("rekindle.regions.selective.selective_region.make", full)
+    monkeypatch.setattr("rekindle.regions.selective.selective_region.remake", full)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         out.backward()
     (note,) = notes(caught.value)

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, assume, find, given, note, settings
 
 import rekindle
 from rekindle.regions.recompute.recompute_region import RecomputeRegion
-from rekindle.regions.selective.selective_region import Region as SelectiveRegion
+from rekindle.regions.selective.selective_region import SelectiveRegion
 from tests.programs import (
     MODES,
     Block,

@@ -9,7 +9,7 @@ from rekindle.compile.graph_passes import install_passes
 from rekindle.regions.selective import graph_location
 from rekindle.regions.selective.decisions import AS_PLANNED, FOR_TORCH, Decision
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
-from rekindle.regions.selective.policy_contexts import Counter, use_in_graphs
+from rekindle.regions.selective.policy_contexts import PolicyState, use_in_graphs
 from rekindle.torch_private.pytrees import tree_leaves
 from rekindle.torch_private.torch_checkpoint import torch_selective_contexts
 
@@ -38,7 +38,7 @@ class _TracedPolicy:
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy
-        self._states: dict[bool, Counter] = {False: Counter(), True: Counter()}
+        self._states: dict[bool, PolicyState] = {False: PolicyState(), True: PolicyState()}
         self._last = Decision.OFFLOAD
         """The decision on the last result that goes elsewhere."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from rekindle.regions.selective.op_kinds import Kind, kind_of
+from rekindle.regions.selective.op_kinds import OpKind, kind_of
 from rekindle.torch_private.dispatch_modes import ASKS_DEVICE, TorchDispatchMode
 from rekindle.torch_private.op_types import packet_short_name, schema_of
 from rekindle.torch_private.pytrees import tree_leaves
@@ -210,7 +210,7 @@ def _runs_on_device(func: Any) -> bool:
     """Whether an op has anything to do there: views do not, nor does memory that is not written."""
     if func is ASKS_DEVICE or "empty" in packet_short_name(func):
         return False
-    return kind_of(func) is not Kind.VIEW
+    return kind_of(func) is not OpKind.VIEW
 
 
 def _attends(func: Any) -> bool:

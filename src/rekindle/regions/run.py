@@ -9,7 +9,7 @@ from rekindle.regions.base import Region, run_region
 from rekindle.regions.recompute.recompute_region import RecomputeRegion
 from rekindle.regions.region_options import Options, contexts_from
 from rekindle.regions.selective.policy_contexts import policy_in
-from rekindle.regions.selective.selective_region import Region as SelectiveRegion
+from rekindle.regions.selective.selective_region import SelectiveRegion
 from rekindle.torch_private.dynamo_frames import no_graph_begins
 
 _LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)

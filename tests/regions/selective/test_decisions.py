@@ -28,7 +28,7 @@ from rekindle.policies import (
     recompute_cheap,
     spill,
 )
-from rekindle.regions.selective.op_graph import Call
+from rekindle.regions.selective.op_graph import RecordedOp
 from tests.toys import Mlp, assert_same_step, same_bits
 
 aten = torch.ops.aten
@@ -80,13 +80,13 @@ def assert_plain(function: Callable[..., Any], policy: Policy, *leaves: Tensor) 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     """How often each op is run again."""
-    again, ran = Call.run, Counter[Any]()
+    again, ran = RecordedOp.rerun, Counter[Any]()
 
-    def counted(self: Call, *args: Any) -> None:
+    def counted(self: RecordedOp, *args: Any) -> None:
         ran[self.func] += 1
         again(self, *args)
 
-    monkeypatch.setattr(Call, "run", counted)
+    monkeypatch.setattr(RecordedOp, "rerun", counted)
     return ran
 
 

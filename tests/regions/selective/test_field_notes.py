@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import rekindle
 from rekindle import CheckpointPolicy, policies
 from rekindle.policies import at, every, first, keep, named, of, offload, recompute, spill
-from rekindle.regions.selective.op_graph import Call
+from rekindle.regions.selective.op_graph import RecordedOp
 from tests.toys import Stack, assert_same_step, same_bits
 
 aten = torch.ops.aten
@@ -48,13 +48,13 @@ def replayed(function: Callable[..., Any], x: Tensor, context_fn: Any, **options
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     """How often each op is run again."""
-    again, ran = Call.run, Counter[Any]()
+    again, ran = RecordedOp.rerun, Counter[Any]()
 
-    def counted(self: Call, *args: Any) -> None:
+    def counted(self: RecordedOp, *args: Any) -> None:
         ran[self.func] += 1
         again(self, *args)
 
-    monkeypatch.setattr(Call, "run", counted)
+    monkeypatch.setattr(RecordedOp, "rerun", counted)
     return ran
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 import rekindle
 from benchmarks.decoder import SHAPES, Block
 from rekindle import policies
-from rekindle.regions.selective.op_graph import Call
+from rekindle.regions.selective.op_graph import RecordedOp
 from rekindle.regions.selective.selective_region import run
 from tests.toys import Stack, assert_same_step, same_bits
 
@@ -38,13 +38,13 @@ POLICIES = [nothing, everything, matmuls]
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     """How often each op is run again."""
-    again, ran = Call.run, Counter[Any]()
+    again, ran = RecordedOp.rerun, Counter[Any]()
 
-    def counted(self: Call, *args: Any) -> None:
+    def counted(self: RecordedOp, *args: Any) -> None:
         ran[self.func] += 1
         again(self, *args)
 
-    monkeypatch.setattr(Call, "run", counted)
+    monkeypatch.setattr(RecordedOp, "rerun", counted)
     return ran
 
 

@@ -26,7 +26,7 @@ from rekindle.regions.selective.op_addresses import (
     depends_on_parameters_alone,
     is_parameter,
 )
-from rekindle.regions.selective.op_kinds import Kind, can_be_run_again, kind_of
+from rekindle.regions.selective.op_kinds import OpKind, can_be_run_again, kind_of
 from rekindle.strategy import OpAddress
 from rekindle.torch_private.dispatch_modes import (
     ASKS_DEVICE,
@@ -121,15 +121,15 @@ class _GraphMode(TorchDispatchMode):
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         built = self._built
         self.communicates |= _is_collective(func, given)
-        if kind is Kind.CHANGES or kind is Kind.OPAQUE:
+        if kind is OpKind.CHANGES or kind is OpKind.OPAQUE:
             built.changed.update(i for i in map(built.find, given) if i is not None)
         if not made:
             return out
-        if depends_on_parameters_alone(given, built.is_fixed) and kind is not Kind.CHANGES:
+        if depends_on_parameters_alone(given, built.is_fixed) and kind is not OpKind.CHANGES:
             for tensor in made:
                 built.fix(tensor)
             return out
-        if kind is Kind.VIEW:
+        if kind is OpKind.VIEW:
             return out
         new = [tensor for tensor in made if built.find(tensor) is None]
         inputs = tuple(i for i in map(built.find, given) if i is not None)

@@ -9,13 +9,13 @@ Switches: TypeAlias = tuple[Any, ...]
 _GETTERS = [get for get, _ in PRODUCT_SWITCHES]
 
 
-def take() -> Switches:
-    """The switches now."""
+def snapshot() -> Switches:
+    """The switches as they are now."""
     return tuple([get() for get in _GETTERS])
 
 
-def put(then: Switches) -> None:
-    """Set the switches to what they were then."""
-    for (_, change), now, wanted in zip(PRODUCT_SWITCHES, take(), then, strict=True):
+def restore(then: Switches) -> None:
+    """Set the switches to what `snapshot` returned."""
+    for (_, change), now, wanted in zip(PRODUCT_SWITCHES, snapshot(), then, strict=True):
         if now != wanted:
             change(wanted)

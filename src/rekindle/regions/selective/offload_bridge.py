@@ -10,7 +10,7 @@ from rekindle.offload.activation import Kept, Saved, unpack
 from rekindle.offload.context import Engine, engine_of
 from rekindle.offload.offload_options import Options, TierName, options_of
 from rekindle.regions.selective.decisions import AS_PLANNED, Decision
-from rekindle.regions.selective.op_graph import Hooks
+from rekindle.regions.selective.held_tensor import Hooks
 from rekindle.torch_private.version_counters import with_versions
 
 

@@ -1,8 +1,8 @@
-"""What a region did: values, and the calls that made them.
+"""The graph that a region records: values, and the ops that made them.
 
-A value knows the call that made it, a call the values it was given: so whoever holds a value can
-have it made again, and holds nothing else. No table keeps them: when autograd frees what it saved,
-all that only led there goes with it, kept tensors included. What nobody needs in backward is never
+A value knows the op that made it, an op the values it was given: so whoever holds a value can have
+it made again, and holds nothing else. No table keeps them: when autograd frees what it saved, all
+that only led there goes with it, kept tensors included. What nobody needs in backward is never
 held, whatever a policy says.
 
 Note [What is not made again]. Some values are held by reference, as autograd itself would: the
@@ -11,20 +11,16 @@ that an op left unwritten (`empty`), because something that no dispatcher sees m
 the results of ops that change a buffer, which must not change it twice.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rekindle.errors import CheckpointError
-from rekindle.offload.activation import Kept, Saved
 from rekindle.regions.recompute import rng_state as random_state
-from rekindle.regions.recompute import slots
-from rekindle.regions.recompute.collect import Collected
 from rekindle.regions.recompute.torch_state import Surroundings
 from rekindle.regions.selective import kernel_backends
+from rekindle.regions.selective.op_addresses import is_parameter
 from rekindle.torch_private.autocast import any_autocast
 from rekindle.torch_private.func_transforms import func_transform, old_vmap_level
 from rekindle.torch_private.grad_mode import (
@@ -32,253 +28,143 @@ from rekindle.torch_private.grad_mode import (
     grad_enabled,
     outside_inference_mode,
     set_grad_enabled,
-    without_grad,
 )
-from rekindle.torch_private.version_counters import detached, version_of, with_versions
 
 if TYPE_CHECKING:
     from weakref import ref
 
-Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""A pair of saved-tensor hooks: what takes a tensor, and what gives it back."""
-
-
-class RecordedSlot(ABC):
-    """A saved tensor in the keeping of a region that is recorded."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def note_just_saved(self) -> None:
-        """A region inside that one saves it again."""
-
-
-class Held:
-    """A tensor that is held from forward to backward, unless somebody else's hooks hold it."""
-
-    __slots__ = ("_packed", "_unpack", "is_elsewhere", "maker", "nbytes", "version")
-
-    def __init__(self, tensor: Tensor, maker: Any, hooks: Hooks | None) -> None:
-        self.maker = maker
-        """The op that made it, or the name it was given; None if it comes from outside."""
-        self.version = version_of(tensor)
-        self.nbytes = nbytes_of(tensor) if maker is not None else 0
-        """Its size, if the region made it; what comes from outside is there anyway."""
-        self.is_elsewhere = hooks is not None
-        """Whether somebody's hooks hold it, so that it takes something to get it."""
-        if hooks is None:
-            # What an op made gets its `grad_fn` later, and would lead back to who holds it.
-            is_parameter = isinstance(tensor, nn.Parameter)
-            self._packed: Any = tensor if is_parameter else detached(tensor)
-            self._unpack: Callable[[Any], Tensor] | None = None
-        else:
-            self._packed = without_grad(with_versions, hooks[0], tensor)
-            self._unpack = hooks[1]
-            if isinstance(self._packed, Tensor):
-                self.version = version_of(self._packed)
-
-    @property
-    def can_be_shown(self) -> bool:
-        """Whether views of it may be held as well; a parameter's memory may be exchanged."""
-        return not self.is_elsewhere and not isinstance(self._packed, nn.Parameter)
-
-    def here(self) -> Tensor | None:
-        """The tensor, unless somebody's hooks hold it."""
-        if isinstance(self._packed, Kept):  # the offload engine does, where it is
-            return self._packed.tensor
-        return None if self.is_elsewhere else self._packed
-
-    def copied(self, tensor: Tensor | None, hooks: Hooks | None) -> "Held | None":
-        """A copy of it to hold from now on, since it is about to be changed; None if none is due.
-
-        A region around that holds it sees to that itself. One that is replayed whole counts what
-        it is given: it holds nothing in forward, and in its replay the copy takes the place of what
-        it was given. What other hooks hold may be a copy already, or may be the very `tensor` that
-        they were given: a copy stays here, for they may count as well.
-        """
-        if isinstance(self._packed, RecordedSlot) or self._unpack is slots.unpack:
-            return None
-        replay = getattr(self._unpack, "__self__", None)
-        if isinstance(replay, Collected):
-            if tensor is not None:
-                replay.copy_before_change(tensor, copy_of)
-            return None
-        if isinstance(self._packed, Saved):
-            tensor = self._packed.at_hand() if self._packed.is_unchanged() else None
-        else:
-            here = self.here()
-            tensor, hooks = (tensor, None) if here is None else (here, hooks)
-        return None if tensor is None else Held(copy_of(tensor), self.maker, hooks)
-
-    @property
-    def slot(self) -> "RecordedSlot | None":
-        """The slot of the region around that holds it, if one does."""
-        return self._packed if isinstance(self._packed, RecordedSlot) else None
-
-    def get(self) -> Tensor:
-        if self._unpack is not None:
-            if isinstance(self._packed, Tensor):  # perhaps the very tensor that hooks were given
-                self._check(self._packed)
-            return self._unpack(self._packed)
-        tensor: Tensor = self._packed
-        if isinstance(tensor, nn.Parameter) and _is_let_go(tensor):
-            raise CheckpointError(
-                f"A parameter, {tensor.dtype} {list(tensor.shape)}, has no memory any more: it was "
-                "sharded again after the region used it, and what the region has to make again "
-                "depends on it. Shard the region as one unit, so that it is gathered for its "
-                "backward, or keep the op that uses the parameter."
-            )
-        self._check(tensor)
-        return tensor
-
-    def _check(self, tensor: Tensor) -> None:
-        """Raise if what is held was changed in place."""
-        if version_of(tensor) != self.version:
-            raise CheckpointError(
-                f"{_told(self.maker)}, {tensor.dtype} {list(tensor.shape)}, was changed in place "
-                f"after the region used it: it is at version {version_of(tensor)}; expected "
-                f"version {self.version}. "
-                "What the region has to make again depends on it. Change a clone of it instead."
-            )
-
-
-def _is_let_go(parameter: Tensor) -> bool:
-    """Whether a parameter's memory was given back, as FSDP does."""
-    try:
-        return parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0
-    except (NotImplementedError, RuntimeError):
-        return False
-
-
-def _told(maker: Any) -> str:
-    if maker is None:
-        return "A tensor from outside the region, or one that the region changed in place"
-    return f"What was named {maker!r}" if isinstance(maker, str) else f"What {maker} made"
-
-
-class Value:
-    """One tensor of a recorded region: held, or to be made by the call that made it."""
-
-    __slots__ = ("__weakref__", "held", "is_fixed", "maker", "needs_replay", "now")
-
-    def __init__(self, maker: "Call | None", held: "Held | None" = None) -> None:
-        self.maker = maker
-        self.held = held
-        self.is_fixed = False
-        """Whether parameters alone decide it, as their casts."""
-        self.needs_replay = False
-        """Whether it comes back by a replay alone: Note [Compiled code in a recorded region]."""
-        self.now: Tensor | None = None
-        """The tensor while backward has use for it, if it was made again."""
-
-    def hold(self, held: "Held") -> None:
-        """From now on it is held; what it was made from is no longer needed for it."""
-        self.held = held
-        self.maker = None
-        self.needs_replay = False
-
-    def tensor(self, made: "list[Value]") -> Tensor | None:
-        """The tensor, if it is held or was made again; what had to be brought back is noted."""
-        if self.now is None and self.held is not None:
-            tensor = self.held.get()
-            if not self.held.is_elsewhere:
-                return tensor
-            made.append(self)
-            self.now = tensor
-        return self.now
-
+    from rekindle.regions.selective.held_tensor import HeldTensor
 
 _default_dtype = torch.get_default_dtype
 
 
-class Call:
+class RecordedValue:
+    """The content of one tensor of a region: held, or made again by the op that made it.
+
+    A tensor that is changed in place has another value from then on.
+    """
+
+    __slots__ = ("__weakref__", "from_parameters", "held", "needs_replay", "op", "remade")
+
+    def __init__(self, op: "RecordedOp | None") -> None:
+        self.op = op
+        """The op that makes it again; None if it is held, or is to be."""
+        self.held: HeldTensor | None = None
+        self.from_parameters = False
+        """True if parameters alone decide it, as they do their casts."""
+        self.needs_replay = False
+        """True if only a replay makes it again: Note [Compiled code in a recorded region]."""
+        self.remade: Tensor | None = None
+        """The tensor while backward has use for it, if it was made again or fetched."""
+
+    def hold(self, held: "HeldTensor") -> None:
+        """Hold a tensor for the value from now on; what it was made from is no longer needed."""
+        self.held = held
+        self.op = None
+        self.needs_replay = False
+
+    def tensor(self, remade: "list[RecordedValue]") -> Tensor | None:
+        """The tensor, if it is held or was made again; what was fetched is added to `remade`."""
+        if self.remade is None and self.held is not None:
+            tensor = self.held.get()
+            if not self.held.is_elsewhere:
+                return tensor
+            remade.append(self)
+            self.remade = tensor
+        return self.remade
+
+    def note_just_saved(self) -> None:
+        """Tell the region around that holds the value, if one does, that autograd saves it again.
+
+        Note [What an op saves before it runs].
+        """
+        if self.held is not None and self.held.slot is not None:
+            self.held.slot.note_just_saved()
+
+
+class RecordedOp:
     """One op of a recorded region, to be run again on the same values."""
 
     __slots__ = (
-        "args",
-        "dtype",
-        "func",
-        "grad",
-        "inputs",
-        "kwargs",
-        "needs_grad",
-        "outs",
-        "rng",
-        "switches",
+        *("args", "backends", "func", "grad_mode", "inputs", "kwargs", "outputs", "rng"),
+        "_default_dtype",
     )
 
     def __init__(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Value]
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[RecordedValue]
     ) -> None:
         self.func = func
         self.args = args
+        """Arguments, with values in place of tensors."""
         self.kwargs = kwargs
         self.inputs = inputs
-        self.dtype = _default_dtype()
-        self.grad = grad_enabled()
+        """The values among the arguments."""
+        self.outputs: list[ref[RecordedValue]] = []
         self.rng: random_state.RngState | None = None
-        self.switches: kernel_backends.Switches | None = None
-        self.needs_grad = False
-        """Whether it may do something else where gradients are off, as they are in backward."""
-        self.outs: list[ref[Value]] = []
+        """Random state from before the op, if it draws numbers."""
+        self.backends: kernel_backends.Switches | None = None
+        """Switches of kernel backends, if they decide which kernel computes the op."""
+        self.grad_mode: bool | None = None
+        """Whether gradients were on, if the op may do something else where they are off."""
+        self._default_dtype = _default_dtype()
 
-    def run(self, made: list[Value], for_good: bool, is_usual: bool) -> None:
-        """Run the op again, and note the values that still live and now have their tensors.
+    def rerun(self, remade: list[RecordedValue], for_good: bool, is_plain: bool) -> None:
+        """Run the op again, and give the values that still live their tensors.
 
-        For good: no backward will want them made once more, so they let go of what they were made
-        from, and that goes as soon as nothing else needs it.
+        With `for_good`, no backward will want them made once more: they let go of what they were
+        made from, and that goes as soon as nothing else needs it. Otherwise they are added to
+        `remade`. With `is_plain`, there are no autocast, autograd or transforms to leave.
         """
-        given = self._given(made)  # for which a region around this one may be replayed
-        out = self._out(*given) if is_usual else _as_recorded(self._out, *given)
-        tensors = (out,) if isinstance(out, Tensor) else tensors_of(out)
-        for weak, tensor in zip(self.outs, tensors, strict=True):
+        given = self._given(remade)  # for which a region around this one may be replayed
+        out = self._run(*given) if is_plain else _as_recorded(self._run, *given)
+        for weak, tensor in zip(self.outputs, tensors_of(out), strict=True):
             value = weak()
             if value is not None and value.held is None:
                 if not for_good:
-                    made.append(value)
-                value.now = tensor
+                    remade.append(value)
+                value.remade = tensor
                 if for_good:
-                    value.maker = None
+                    value.op = None
 
-    def _given(self, made: list[Value]) -> tuple[list[Any], dict[str, Any]]:
-        """What the op is to be run on; what had to be brought back is noted."""
-        args = [_given(arg, made) for arg in self.args]
+    def _given(self, remade: list[RecordedValue]) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments with tensors in place of values."""
+        args = [_tensor_for(arg, remade) for arg in self.args]
         if not self.kwargs:
             return args, self.kwargs
-        return args, {key: _given(arg, made) for key, arg in self.kwargs.items()}
+        return args, {key: _tensor_for(arg, remade) for key, arg in self.kwargs.items()}
 
-    def _out(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """What the op makes, run as it was."""
+    def _run(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the op under the settings that it ran under in forward."""
         rng = None if self.rng is None else random_state.now(self.rng)
-        switches = None if self.switches is None else kernel_backends.take()
-        dtype, grad = _default_dtype(), grad_enabled()
+        backends = None if self.backends is None else kernel_backends.snapshot()
+        dtype, grad_mode = _default_dtype(), grad_enabled()
         if (
-            dtype is self.dtype
+            dtype is self._default_dtype
             and rng is None
-            and not self.needs_grad
-            and switches == self.switches
+            and self.grad_mode is None
+            and backends == self.backends
         ):
             return self.func(*args, **kwargs)
 
         def put_back() -> None:
-            if self.needs_grad:
-                set_grad_enabled(grad)
-            if dtype is not self.dtype:
+            if self.grad_mode is not None:
+                set_grad_enabled(grad_mode)
+            if dtype is not self._default_dtype:
                 torch.set_default_dtype(dtype)
-            if switches is not None:
-                kernel_backends.put(switches)
+            if backends is not None:
+                kernel_backends.restore(backends)
             if rng is not None:
                 random_state.restore(rng)
 
         try:
             if self.rng is not None:
                 random_state.restore(self.rng)
-            if self.switches is not None:
-                kernel_backends.put(self.switches)
-            if dtype is not self.dtype:
-                torch.set_default_dtype(self.dtype)
-            if self.needs_grad:
-                set_grad_enabled(self.grad)
+            if self.backends is not None:
+                kernel_backends.restore(self.backends)
+            if dtype is not self._default_dtype:
+                torch.set_default_dtype(self._default_dtype)
+            if self.grad_mode is not None:
+                set_grad_enabled(self.grad_mode)
             out = self.func(*args, **kwargs)
             put_back()
         except BaseException:  # Note [Put back as often as asked]
@@ -287,126 +173,61 @@ class Call:
         return out
 
 
-def _given(arg: Any, made: list[Value]) -> Any:
+def _tensor_for(arg: Any, remade: list[RecordedValue]) -> Any:
     """An argument with tensors in place of values."""
     kind = type(arg)
-    if kind is Value:
-        tensor = arg.tensor(made) if arg.now is None else arg.now
-        assert tensor is not None, "calls are run in order"
+    if kind is RecordedValue:
+        tensor = arg.tensor(remade) if arg.remade is None else arg.remade
+        assert tensor is not None, "ops are run in order"
         return tensor
     if kind is list or kind is tuple:
-        return kind([_given(item, made) for item in arg])
+        return kind([_tensor_for(item, remade) for item in arg])
     return arg
 
 
-def note_just_saved(value: Value) -> None:
-    """Autograd saves a value that is known: tell the region around that holds it, if one does.
-
-    Note [What an op saves before it runs].
-    """
-    if value.held is not None and value.held.slot is not None:
-        value.held.slot.note_just_saved()
-
-
-def tensors_of(out: Any) -> list[Tensor]:
-    """The tensors that an op returned, in order."""
-    if isinstance(out, Tensor):
-        return [out]
-    if isinstance(out, tuple | list):
-        return [tensor for item in out for tensor in tensors_of(item)]
-    return []
-
-
-def is_of_a_parameter(call: Call) -> bool:
-    """Whether a view shows a parameter."""
-    while call.inputs:
-        value = call.inputs[0]
-        if value.maker is None:
-            return value.held is not None and isinstance(value.held.here(), nn.Parameter)
-        call = value.maker
-    return False
-
-
-def nbytes_of(tensor: Tensor) -> int:
-    """The size of a tensor's content; of a view, what it shows."""
-    return tensor.numel() * tensor.element_size()
-
-
-def copy_of(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, which decide the order of sums."""
-    tensor = tensor.detach()
-    copy = tensor.clone()
-    if tensor.layout is not torch.strided or copy.stride() == tensor.stride():
-        return copy
-    if 0 in tensor.stride():  # some of its elements are one in memory
-        whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-        return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    ).copy_(tensor)
-
-
-def source_bytes(value: Value) -> int:
-    """The size of what was kept and a value is made from."""
-    found: dict[Value, int] = {}
-    seen: set[Value] = set()
-    stack = [value]
-    while stack:
-        source = stack.pop()
-        if source in seen:
-            continue
-        seen.add(source)
-        if source.held is not None:
-            found[source] = source.held.nbytes
-        elif source.maker is not None:
-            stack += source.maker.inputs
-    return sum(found.values())
-
-
-def make(wanted: Value, made: list[Value], for_good: bool) -> int:
-    """Have a value made, by the calls it depends on and no others; the number of them."""
-    calls = _needed(wanted)
-    count = len(calls)
-    is_usual = _is_usual(calls)
-    while calls:  # one by one: what only led to something that was made goes at once
-        calls.pop().run(made, for_good, is_usual)
+def remake(wanted: RecordedValue, remade: list[RecordedValue], for_good: bool) -> int:
+    """Make a value again by the ops that it depends on and no others; the number of those ops."""
+    ops = _needed_ops(wanted)
+    count = len(ops)
+    is_plain = _is_plain(ops)
+    while ops:  # one by one: what only led to something that was made goes at once
+        ops.pop().rerun(remade, for_good, is_plain)
     return count
 
 
-def _is_usual(calls: list[Call]) -> bool:
-    """Whether there is nothing to leave, as in most backwards: there gradients are off."""
-    return not (
-        grad_enabled()
-        or any(call.needs_grad for call in calls)
-        or any_autocast()
-        or func_transform() is not None
-        or torch.is_inference_mode_enabled()
-        or old_vmap_level()
-    )
-
-
-def _needed(wanted: Value) -> list[Call]:
-    """The calls to run, the last first: each after those it depends on."""
-    maker = wanted.maker
-    if maker is None:
+def _needed_ops(wanted: RecordedValue) -> list[RecordedOp]:
+    """The ops to run, the last first: each after those it depends on."""
+    if wanted.op is None:
         return []
-    order: dict[Call, None] = {}
-    stack: list[Call] = [maker]
+    order: dict[RecordedOp, None] = {}
+    stack: list[RecordedOp] = [wanted.op]
     while stack:
-        call = stack[-1]
-        if call in order:
+        op = stack[-1]
+        if op in order:
             stack.pop()
             continue
         missing = [
-            value.maker
-            for value in call.inputs
-            if value.now is None and value.maker is not None and value.maker not in order
+            value.op
+            for value in op.inputs
+            if value.remade is None and value.op is not None and value.op not in order
         ]
         if missing:
             stack += missing
         else:
             order[stack.pop()] = None
     return list(order)[::-1]
+
+
+def _is_plain(ops: list[RecordedOp]) -> bool:
+    """True if there are no settings to leave, as in most backwards: there gradients are off."""
+    return not (
+        grad_enabled()
+        or any(op.grad_mode is not None for op in ops)
+        or any_autocast()
+        or func_transform() is not None
+        or torch.is_inference_mode_enabled()
+        or old_vmap_level()
+    )
 
 
 def _as_recorded(function: Callable[..., Any], *args: Any) -> Any:
@@ -424,3 +245,40 @@ def _as_recorded(function: Callable[..., Any], *args: Any) -> Any:
         before.put_back()
         raise
     return out
+
+
+def tensors_of(out: Any) -> list[Tensor]:
+    """The tensors that an op returned, in order."""
+    if isinstance(out, Tensor):
+        return [out]
+    if isinstance(out, tuple | list):
+        return [tensor for item in out for tensor in tensors_of(item)]
+    return []
+
+
+def shows_a_parameter(op: RecordedOp) -> bool:
+    """True if a view is one of a parameter."""
+    while op.inputs:
+        value = op.inputs[0]
+        if value.op is None:
+            here = None if value.held is None else value.held.on_device()
+            return here is not None and is_parameter(here)
+        op = value.op
+    return False
+
+
+def source_bytes(value: RecordedValue) -> int:
+    """Bytes of the kept tensors that a value is made from."""
+    found: dict[RecordedValue, int] = {}
+    seen: set[RecordedValue] = set()
+    stack = [value]
+    while stack:
+        source = stack.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        if source.held is not None:
+            found[source] = source.held.nbytes
+        elif source.op is not None:
+            stack += source.op.inputs
+    return sum(found.values())

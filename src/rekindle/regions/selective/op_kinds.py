@@ -1,7 +1,7 @@
-"""What there is to know of an op before it runs: whether, and how, it can be run again."""
+"""Kinds of ops: whether, and how, an op can be run again."""
 
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -9,10 +9,14 @@ from torch import Tensor
 from rekindle.torch_private.dispatch_modes import reads_metadata
 from rekindle.torch_private.grad_mode import grad_enabled
 from rekindle.torch_private.op_types import packet_short_name, schema_of
+from rekindle.torch_private.torch_checkpoint import SAC_IGNORED_OPS
+
+if TYPE_CHECKING:
+    from rekindle.regions.selective.decisions import Decision
 
 
-class Kind(Enum):
-    """How an op is treated: Note [What is not made again] in record.py."""
+class OpKind(Enum):
+    """How an op is treated by a region that records it: Note [What is not made again]."""
 
     VIEW = "shows an argument in another way"
     PURE = "makes its results from its arguments, the same every time"
@@ -20,7 +24,7 @@ class Kind(Enum):
     FILLED = "copies; something may write to the copy unseen, where autograd does not follow"
     """As in the forward of an `autograd.Function`, or under `no_grad`."""
     CHANGES = "changes arguments, as its schema says"
-    LOOSE = "leaves its result unwritten"
+    UNWRITTEN = "leaves its result unwritten"
     METADATA = "tells sizes, strides or the like: Note [Questions that are no ops]"
     OPAQUE = "may change arguments, though nothing says so"
 
@@ -42,42 +46,62 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_rnn_layer",
 
 
 def depends_on_backends(func: Any) -> bool:
-    """Whether switches of torch's decide which kernel computes it."""
+    """Returns whether torch's switches of backends decide which kernel computes an op."""
     return packet_short_name(func) in _PRODUCTS
 
 
 def depends_on_grad_mode(func: Any) -> bool:
-    """Whether an op may do something else where gradients are off."""
+    """Returns whether an op may do something else where gradients are off."""
     return getattr(func, "namespace", "") not in _OWN or "rnn" in func.name()
 
 
-def kind_of(func: Any) -> Kind:
+def kind_of(func: Any) -> OpKind:
     """The kind of an op."""
     schema = schema_of(func)
     if schema is None:
-        return Kind.PURE if func.name() in _PURE_OPERATORS else Kind.OPAQUE
+        return OpKind.PURE if func.name() in _PURE_OPERATORS else OpKind.OPAQUE
     if reads_metadata(func):
-        return Kind.METADATA
+        return OpKind.METADATA
     name = func.name().split("::")[-1].split(".")[0]
     if schema.is_mutable:
-        return Kind.CHANGES
+        return OpKind.CHANGES
     if any(part in name for part in _CHANGES_BUFFERS):
-        return Kind.OPAQUE
+        return OpKind.OPAQUE
     if name in _UNWRITTEN:
-        return Kind.LOOSE
+        return OpKind.UNWRITTEN
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _OWN:
-        return Kind.RANDOM
+        return OpKind.RANDOM
     if func.is_view or name in _VIEWS:
-        return Kind.VIEW
-    return Kind.FILLED if name in _FILLED else Kind.PURE
+        return OpKind.VIEW
+    return OpKind.FILLED if name in _FILLED else OpKind.PURE
 
 
-def can_be_run_again(kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Whether a call of an op of this kind can be made again."""
-    if kind is Kind.PURE or kind is Kind.VIEW:
+def can_be_run_again(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Returns whether a call of an op of this kind can be repeated."""
+    if kind is OpKind.PURE or kind is OpKind.VIEW:
         return True
-    if kind is Kind.RANDOM:  # but not with a generator of its own, which goes on
+    if kind is OpKind.RANDOM:  # but not with a generator of its own, which goes on
         return not (kwargs and kwargs.get("generator") is not None)
-    if kind is Kind.FILLED:  # where autograd follows, nobody writes behind its back
+    if kind is OpKind.FILLED:  # where autograd follows, nobody writes behind its back
         return grad_enabled() and isinstance(args[0], Tensor) and args[0].requires_grad
     return False
+
+
+class OpTraits:
+    """What is known of an op under a policy, found out once."""
+
+    __slots__ = (
+        *("decision", "depends_on_backends", "depends_on_grad_mode", "func", "is_ignored", "kind"),
+        "name",
+    )
+
+    def __init__(self, func: Any) -> None:
+        self.func = func  # so that its id, by which this is found, stays its own
+        self.kind = kind_of(func)
+        self.name = func.name() if hasattr(func, "name") else str(func)
+        self.is_ignored = func in SAC_IGNORED_OPS
+        """True if policies are not asked about the op, as in torch."""
+        self.depends_on_backends = depends_on_backends(func)
+        self.depends_on_grad_mode = depends_on_grad_mode(func)
+        self.decision: Decision | None = None
+        """The policy's decision, if it is the same every time and the op's inputs are not kept."""

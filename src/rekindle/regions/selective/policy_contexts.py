@@ -48,15 +48,15 @@ def policy_in(contexts: tuple[Any, Any]) -> Any:
     return None
 
 
-class Counter:
-    """The state of one call of a region, as far as policies are told of it."""
+class PolicyState:
+    """What policies are told of one call of a region, beside the op."""
 
     def __init__(self, region: Any = None) -> None:
         self._region = None if region is None else ref(region)
         self._state: dict[Any, Any] = {}
         self._seen: defaultdict[int, int] = defaultdict(int)
         self.number = -1
-        """Of the op that runs, among those that can be run again."""
+        """Number of the op that runs, among those that can be run again."""
 
     def context(
         self, op: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool
@@ -86,7 +86,7 @@ class _SelectiveMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.policy_fn = policy_fn
         self.storage = storage
-        self._counter = Counter()
+        self._counter = PolicyState()
         self._seen: defaultdict[Any, int] = defaultdict(int)
 
     @classmethod
@@ -94,7 +94,7 @@ class _SelectiveMode(TorchDispatchMode):
         return True
 
     def __enter__(self) -> Any:
-        self._counter = Counter()
+        self._counter = PolicyState()
         self._seen.clear()
         return super().__enter__()  # type: ignore[no-untyped-call]
 

@@ -26,8 +26,9 @@ from rekindle.regions.selective.compiled_code import (
     saved_by_compiled_code,
     site_of,
 )
-from rekindle.regions.selective.op_graph import RecordedSlot, Value, make
-from rekindle.regions.selective.recorder import RecordMode, is_recording
+from rekindle.regions.selective.held_tensor import RecordedSlot
+from rekindle.regions.selective.op_graph import RecordedValue, remake
+from rekindle.regions.selective.recorder import OpRecorder, is_recording
 from rekindle.torch_private.autograd_graph import (
     exec_group,
     graph_task_id,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from rekindle.policies import Policy
 
 
-class Region(base.Region):
+class SelectiveRegion(base.Region):
     """Entered around a region's forward; alive as long as autograd holds something of it."""
 
     def __init__(
@@ -60,11 +61,11 @@ class Region(base.Region):
             self._frame = GraphFrame(function, args, kwargs, options)
         is_replayed = None if self._frame is None else self._frame.made
         self._hooks = top_hooks(False)
-        self._mode = RecordMode(policy, self._hooks, self, is_replayed)
+        self._recorder = OpRecorder(policy, self._hooks, self, is_replayed)
         self._lock = RLock()
-        self._made: list[ref[Value]] = []
+        self._made: list[ref[RecordedValue]] = []
         self._emptied_after: tuple[str, int] | None = None
-        self._saved: list[tuple[ref[Value], observation.Footprint]] = []
+        self._saved: list[tuple[ref[RecordedValue], observation.Footprint]] = []
         self._watch: observation.Watch | None = None
         if observation.active and not base.is_replaying():
             self._watch = observation.Watch(function)
@@ -72,15 +73,15 @@ class Region(base.Region):
 
     def __enter__(self) -> None:
         push_hooks(self._pack, _unpack)
-        self._mode.__enter__()
+        self._recorder.__enter__()
 
     def __exit__(self, *error: object) -> None:
         try:
-            self._mode.__exit__(*error)
+            self._recorder.__exit__(*error)
         finally:
             pop_hooks()
-            held = self._mode.book.held_values() if self._watch is not None else []
-            self._mode.close(failed=error[0] is not None)
+            held = self._recorder.table.held_values() if self._watch is not None else []
+            self._recorder.close(failed=error[0] is not None)
             self._end_frame(failed=error[0] is not None)
             self._report(held)
 
@@ -98,17 +99,17 @@ class Region(base.Region):
 
     def abandon(self) -> None:
         """Let go of what was recorded: the forward failed."""
-        self._mode.abandon()
+        self._recorder.abandon()
         self._frame = None
 
-    def _report(self, held: list["ref[Value]"]) -> None:
+    def _report(self, held: list["ref[RecordedValue]"]) -> None:
         """Count what is held now that nothing keeps values alive but what backward needs."""
         if self._watch is None:
             return
         for weak in held:
             value = weak()
             if value is not None and value.held is not None:
-                tensor = value.held.here()
+                tensor = value.held.on_device()
                 if tensor is not None:
                     self._watch.held(tensor)
         for weak, footprint in self._saved:
@@ -118,9 +119,9 @@ class Region(base.Region):
         self._saved = []
 
     @not_compiled
-    def _pack(self, x: Tensor) -> "_Slot | Slot | Kept":
-        mode = self._mode
-        if mode.is_inside_a_trace():
+    def _pack(self, x: Tensor) -> "SelectiveSlot | Slot | Kept":
+        recorder = self._recorder
+        if recorder.is_inside_a_trace():
             if self._frame is not None:
                 self._frame.note_trace(site_of(frame_at(1)))
             return Kept(x)
@@ -130,10 +131,10 @@ class Region(base.Region):
                 return replayed
         elif saved_by_compiled_code(x, frame_at(1)):
             note_compiled_code(self.function, True)
-        value = mode.saved(x)
+        value = recorder.saved(x)
         if self._watch is None and not self._checks_values:
-            return _Slot(self, value)
-        slot = _Slot(self, value)
+            return SelectiveSlot(self, value)
+        slot = SelectiveSlot(self, value)
         if self._watch is not None:
             footprint = observation.footprint_of(x)
             if footprint is not None:
@@ -144,7 +145,7 @@ class Region(base.Region):
 
     def _slot_by_replay(self, x: Tensor, frame: GraphFrame, caller: FrameType) -> Slot | None:
         """A slot for what compiled code made, or what depends on it; None for anything else."""
-        known = self._mode.book.find(x)
+        known = self._recorder.table.find(x)
         if known is None:
             is_replayed = frame.made(x) or saved_by_compiled_code(x, caller)
         else:
@@ -156,25 +157,25 @@ class Region(base.Region):
             self._watch.saved(x)
         return frame.slot_for(x, site_of(caller))
 
-    def note_just_saved(self, value: Value) -> None:
+    def note_just_saved(self, value: RecordedValue) -> None:
         """Autograd saves a value again, which a region inside this one found."""
-        self._mode.note_just_saved(value)
+        self._recorder.note_just_saved(value)
 
-    def get(self, value: Value) -> Tensor:
+    def get(self, value: RecordedValue) -> Tensor:
         """The tensor of a value, made again if need be."""
         if not is_recording():
             return self._get(value)
         # A backward inside a region: what is done for it is not the region's doing.
-        self._mode.settle()
+        self._recorder.hold_pending()
         tensor = past_modes(self._get, value)
-        self._mode.know(tensor, value)
+        self._recorder.set_value(tensor, value)
         return tensor
 
-    def _get(self, value: Value) -> Tensor:
+    def _get(self, value: RecordedValue) -> Tensor:
         with self._lock:
-            if value.now is not None:
-                return value.now
-            made: list[Value] = []
+            if value.remade is not None:
+                return value.remade
+            made: list[RecordedValue] = []
             try:
                 tensor = value.tensor(made)
                 if tensor is None:
@@ -184,22 +185,22 @@ class Region(base.Region):
                     self._empty_in_time()
             except BaseException:
                 for value in made:
-                    value.now = None
+                    value.remade = None
                 raise
             return tensor
 
-    def _make(self, value: Value, made: list[Value]) -> Tensor:
+    def _make(self, value: RecordedValue, made: list[RecordedValue]) -> Tensor:
         task, group = graph_task_id(), exec_group()
         for_good = task != -1 and group is None and not keep_graph() and runs_whole_graph()
         try:
-            ops = make(value, made, for_good)
+            ops = remake(value, made, for_good)
         except torch.OutOfMemoryError as error:
             annotate_oom(error, self.function)
             raise
         if observation.active and self._watch is not None:
             self._watch.replayed(ops, again=self._replayed_in == _occasion(task, group))
         self._replayed_in = _occasion(task, group)
-        tensor = value.now
+        tensor = value.remade
         assert tensor is not None, "the last call made it"
         return tensor
 
@@ -224,7 +225,7 @@ class Region(base.Region):
             for weak in self._made:
                 value = weak()
                 if value is not None:
-                    value.now = None
+                    value.remade = None
             self._made = []
 
 
@@ -233,12 +234,12 @@ def _occasion(task: int, group: Any) -> tuple[str, int]:
     return ("backward", task) if group is None else ("group", id(group))
 
 
-class _Slot(RecordedSlot):
+class SelectiveSlot(RecordedSlot):
     """What autograd holds in place of a tensor that it saved."""
 
     __slots__ = ("_region", "_value", "before")
 
-    def __init__(self, region: Region, value: Value) -> None:
+    def __init__(self, region: SelectiveRegion, value: RecordedValue) -> None:
         self._region = region
         self._value = value
         self.before: fingerprint.Fingerprint | None = None
@@ -269,7 +270,7 @@ class _Slot(RecordedSlot):
 
 
 @not_compiled
-def _unpack(slot: _Slot | Slot | Kept) -> Tensor:
+def _unpack(slot: SelectiveSlot | Slot | Kept) -> Tensor:
     return slot.value if isinstance(slot, Slot) else slot.get()
 
 
@@ -277,5 +278,5 @@ def run(policy: "Policy", function: Callable[..., Any], *args: Any, **kwargs: An
     """Run a region under a policy."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    region = Region(policy, function, args, kwargs, Options())
+    region = SelectiveRegion(policy, function, args, kwargs, Options())
     return base.run_region(region, function, args, kwargs)
