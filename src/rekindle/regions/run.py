@@ -10,6 +10,7 @@ from rekindle.regions.recompute.recompute_region import RecomputeRegion
 from rekindle.regions.region_options import Options, contexts_from
 from rekindle.regions.selective.policy_contexts import policy_in
 from rekindle.regions.selective.selective_region import SelectiveRegion
+from rekindle.torch_private.dispatch_modes import is_traced
 from rekindle.torch_private.dynamo_frames import no_graph_begins
 
 _LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
@@ -24,6 +25,8 @@ def region_for(
     """The region of one call: recorded op by op if it has a policy, else replayed as a whole."""
     if options.context_fn is None:
         return RecomputeRegion(function, args, kwargs, options)
+    if isinstance(options.context_fn, policies.Policy) and not is_traced():
+        return SelectiveRegion(options.context_fn, function, args, kwargs, options)
     contexts = contexts_from(options.context_fn)
     policy = policy_in(contexts)
     if policy is None:
