@@ -23,7 +23,7 @@ from rekindle.offload.activation import Kept, Saved, bytes_of, changed_in_place,
 from rekindle.offload.context import kept
 from rekindle.offload.derive import Derivation, derivation_of
 from rekindle.regions.backward_cleanup import empty_when_backward_ends
-from rekindle.regions.base import is_replaying
+from rekindle.regions.base import Region, is_replaying
 from rekindle.regions.selective.decisions import AS_PLANNED
 from rekindle.regions.selective.offload_bridge import hooks_of, pause
 from rekindle.regions.selective.op_addresses import block_of
@@ -34,7 +34,6 @@ from rekindle.torch_private.dispatch_modes import dispatch_modes, entered_modes,
 from rekindle.torch_private.dynamo_frames import not_compiled
 from rekindle.torch_private.fake_mode import FakeTensor
 from rekindle.torch_private.func_transforms import func_transform
-from rekindle.torch_private.saved_tensor_hooks import pop_hooks, push_hooks
 from rekindle.torch_private.storages import storage_key
 from rekindle.torch_private.version_counters import VersionMark, version_of, versions_of
 
@@ -72,33 +71,31 @@ def recomputable_indices(forward: Callable[[], Any], count: int) -> tuple[int, .
     return tuple(region.recomputed)
 
 
-class SavedIndicesRegion:
+class SavedIndicesRegion(Region):
     """One forward of a region, and what autograd saved in it."""
 
+    unpack = staticmethod(unpack)
+
     def __init__(self, engine: SavedIndicesEngine, function: Callable[..., Any]) -> None:
+        super().__init__(function)
         self._engine = engine
         self._block = block_of(function) if engine.strategy.count else None
         self._decision = AS_PLANNED[engine.strategy.tier]
         self._copy_out = hooks_of(self._decision)[0] if engine.offloaded else None
-        self.saved = 0
-        """Number of tensors that autograd has saved in the region."""
         self._dropped: WeakValueDictionary[int, _DroppedResult] = WeakValueDictionary()
         """Results that are not held, by storage: several nodes may save one result."""
+        self.saved = 0
+        """Number of tensors that autograd has saved in the region."""
         self.recomputed: list[int] = []
         """Indices of saved tensors that were dropped."""
-        self._watch: observation.Watch | None = None
         if observation.active:
-            self._watch = observation.Watch(function)
-            self._watch.ran(())
+            self.count_forward()
 
-    def __enter__(self) -> None:
-        push_hooks(self._pack, unpack)
-
-    def __exit__(self, *error: object) -> None:
-        pop_hooks()
+    def end_forward(self, failed: bool) -> None:
+        """Have the copies out of the region's tensors begun, and check how many were saved."""
         if self._copy_out is not None:
-            pause([self._decision], failed=error[0] is not None)
-        if self._block is not None and error[0] is None:
+            pause([self._decision], failed)
+        if self._block is not None and not failed:
             self._check_count(self._block)
 
     def _check_count(self, block: nn.Module) -> None:
@@ -118,8 +115,8 @@ class SavedIndicesRegion:
         )
 
     @not_compiled
-    def _pack(self, x: Tensor) -> Any:
-        """What autograd gets in place of a tensor that it saves."""
+    def pack(self, x: Tensor) -> Any:
+        """Saved-tensor hook: the tensor, or what brings or makes it back."""
         if is_traced():  # what an op that makes a graph saves is no activation
             return Kept(x)
         index = self.saved
@@ -131,8 +128,8 @@ class SavedIndicesRegion:
             dropped = self._drop(x, index)
             if dropped is not None:
                 self.recomputed.append(index)
-                if self._watch is not None:
-                    self._watch.saved(x)
+                if self.watch is not None:
+                    self.watch.saved(x)
                 return _DroppedTensor(dropped, x)
         return Kept(x)
 
@@ -150,7 +147,7 @@ class SavedIndicesRegion:
             return None
         if not self._gives(derivation, x, index):
             return None
-        dropped = self._dropped[key] = _DroppedResult(derivation, x, self._watch)
+        dropped = self._dropped[key] = _DroppedResult(derivation, x, self.watch)
         return dropped
 
     def _gives(self, derivation: Derivation, x: Tensor, index: int) -> bool:

@@ -94,8 +94,8 @@ def _key(function: Callable[..., Any]) -> Any:
 _DEAD: "ref[Slot]" = ref(Slot())
 
 
-class GraphFrame(RecomputeRegion):
-    """A call of a recorded region, to be replayed for what compiled code in it made.
+class CompiledCodeRegion(RecomputeRegion):
+    """Replays a recorded region for what compiled code in it made.
 
     Note [Compiled code in a recorded region]. It exists while the region's forward runs; then it
     lives as long as one of its slots, or goes at once if there is none.

@@ -1,6 +1,5 @@
 """One call of a region under a policy: recorded in forward, made again from its record."""
 
-from _thread import RLock
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -11,16 +10,14 @@ from torch import Tensor
 
 from rekindle import observation
 from rekindle.errors import CheckpointError
-from rekindle.module_attachment import annotate_oom
 from rekindle.offload.activation import Kept
-from rekindle.regions import base
-from rekindle.regions.backward_cleanup import empty_when_backward_ends, empty_when_group_dies
+from rekindle.regions.base import Region, Sharing, replay_is_shared_by, run_region
 from rekindle.regions.errors import fingerprint
 from rekindle.regions.errors.call_sites import frame_at
 from rekindle.regions.recompute.slots import Slot
 from rekindle.regions.region_options import Options
 from rekindle.regions.selective.compiled_code import (
-    GraphFrame,
+    CompiledCodeRegion,
     may_run_compiled_code,
     note_compiled_code,
     saved_by_compiled_code,
@@ -29,22 +26,22 @@ from rekindle.regions.selective.compiled_code import (
 from rekindle.regions.selective.held_tensor import RecordedSlot
 from rekindle.regions.selective.op_graph import RecordedValue, remake
 from rekindle.regions.selective.recorder import OpRecorder, is_recording
-from rekindle.torch_private.autograd_graph import (
-    exec_group,
-    graph_task_id,
-    keep_graph,
-    runs_whole_graph,
-)
+from rekindle.torch_private.autograd_graph import exec_group, keep_graph, runs_whole_graph
 from rekindle.torch_private.dispatch_modes import past_modes
 from rekindle.torch_private.dynamo_frames import not_compiled
-from rekindle.torch_private.saved_tensor_hooks import pop_hooks, push_hooks, top_hooks
+from rekindle.torch_private.saved_tensor_hooks import top_hooks
 
 if TYPE_CHECKING:
     from rekindle.policies import Policy
 
 
-class SelectiveRegion(base.Region):
-    """Entered around a region's forward; alive as long as autograd holds something of it."""
+class SelectiveRegion(Region):
+    """A region whose ops a policy decides about: recorded in forward, made again op by op."""
+
+    _shared_by: Sharing | None = ("no replay yet", 0)
+    """The backward, or the exec group, in which something was made again last."""
+    _emptied_after: Sharing | None = None
+    """The backward, or the exec group, after which the region is emptied."""
 
     def __init__(
         self,
@@ -54,88 +51,88 @@ class SelectiveRegion(base.Region):
         kwargs: dict[str, Any],
         options: Options,
     ) -> None:
-        self._checks_values = options.determinism_check == "values"
         super().__init__(function)
-        self._frame: GraphFrame | None = None
+        self._checks_values = options.determinism_check == "values"
+        self._replay: CompiledCodeRegion | None = None
+        """What replays compiled code in the region, while the forward runs and there may be any."""
         if may_run_compiled_code(function):
-            self._frame = GraphFrame(function, args, kwargs, options)
-        is_replayed = None if self._frame is None else self._frame.made
+            self._replay = CompiledCodeRegion(function, args, kwargs, options)
+        is_replayed = None if self._replay is None else self._replay.made
         self._hooks = top_hooks(False)
         self._recorder = OpRecorder(policy, self._hooks, self, is_replayed)
-        self._lock = RLock()
-        self._made: list[ref[RecordedValue]] = []
-        self._emptied_after: tuple[str, int] | None = None
+        self._remade: list[ref[RecordedValue]] = []
+        """Values that have their tensors for the backward that runs."""
         self._saved: list[tuple[ref[RecordedValue], observation.Footprint]] = []
-        self._watch: observation.Watch | None = None
-        if observation.active and not base.is_replaying():
-            self._watch = observation.Watch(function)
-            self._watch.ran(())
+        """Values that autograd saved, with their sizes, if somebody observes."""
+        if observation.active:
+            self.count_forward()
 
     def __enter__(self) -> None:
-        push_hooks(self._pack, _unpack)
+        super().__enter__()
         self._recorder.__enter__()
 
     def __exit__(self, *error: object) -> None:
         try:
             self._recorder.__exit__(*error)
         finally:
-            pop_hooks()
-            held = self._recorder.table.held_values() if self._watch is not None else []
-            self._recorder.close(failed=error[0] is not None)
-            self._end_frame(failed=error[0] is not None)
-            self._report(held)
+            super().__exit__(*error)
 
-    def _end_frame(self, failed: bool) -> None:
+    def end_forward(self, failed: bool) -> None:
+        """Hold what backward needs, and count it."""
+        held = self._recorder.table.held_values() if self.watch is not None else []
+        self._recorder.close(failed)
+        self._end_replay(failed)
+        if self.watch is not None:
+            self._report(self.watch, held)
+
+    def _end_replay(self, failed: bool) -> None:
         """Hold the region's arguments if compiled code in it has to be replayed, and only then."""
-        frame, self._frame = self._frame, None
-        if frame is None or failed:
+        replay, self._replay = self._replay, None
+        if replay is None or failed:
             return
-        note_compiled_code(self.function, frame.is_used)
-        if frame.is_used:
-            frame.end(self._hooks)
-            if self._watch is not None and self._hooks is None:
-                for tensor in frame.inputs.tensors():
-                    self._watch.held(tensor)
+        note_compiled_code(self.function, replay.is_used)
+        if replay.is_used:
+            replay.end(self._hooks)
+            if self.watch is not None and self._hooks is None:
+                for tensor in replay.inputs.tensors():
+                    self.watch.held(tensor)
 
-    def abandon(self) -> None:
-        """Let go of what was recorded: the forward failed."""
-        self._recorder.abandon()
-        self._frame = None
-
-    def _report(self, held: list["ref[RecordedValue]"]) -> None:
+    def _report(self, watch: observation.Watch, held: list["ref[RecordedValue]"]) -> None:
         """Count what is held now that nothing keeps values alive but what backward needs."""
-        if self._watch is None:
-            return
         for weak in held:
             value = weak()
             if value is not None and value.held is not None:
                 tensor = value.held.on_device()
                 if tensor is not None:
-                    self._watch.held(tensor)
+                    watch.held(tensor)
         for weak, footprint in self._saved:
             value = weak()
             if value is not None and value.held is None:
-                self._watch.count(footprint, "dropped")
+                watch.count(footprint, "dropped")
         self._saved = []
 
+    def abandon(self) -> None:
+        """Stop recording: the forward failed."""
+        self._recorder.abandon()
+        self._replay = None
+
     @not_compiled
-    def _pack(self, x: Tensor) -> "SelectiveSlot | Slot | Kept":
+    def pack(self, x: Tensor) -> "SelectiveSlot | Slot | Kept":
+        """Saved-tensor hook: a slot for the value that the tensor has now."""
         recorder = self._recorder
         if recorder.is_inside_a_trace():
-            if self._frame is not None:
-                self._frame.note_trace(site_of(frame_at(1)))
+            if self._replay is not None:
+                self._replay.note_trace(site_of(frame_at(1)))
             return Kept(x)
-        if self._frame is not None:
-            replayed = self._slot_by_replay(x, self._frame, frame_at(1))
+        if self._replay is not None:
+            replayed = self._slot_by_replay(x, self._replay, frame_at(1))
             if replayed is not None:
                 return replayed
         elif saved_by_compiled_code(x, frame_at(1)):
             note_compiled_code(self.function, True)
         value = recorder.saved(x)
-        if self._watch is None and not self._checks_values:
-            return SelectiveSlot(self, value)
         slot = SelectiveSlot(self, value)
-        if self._watch is not None:
+        if self.watch is not None:
             footprint = observation.footprint_of(x)
             if footprint is not None:
                 self._saved.append((ref(value), footprint))
@@ -143,22 +140,30 @@ class SelectiveRegion(base.Region):
             slot.before = past_modes(fingerprint.take, x)
         return slot
 
-    def _slot_by_replay(self, x: Tensor, frame: GraphFrame, caller: FrameType) -> Slot | None:
+    @staticmethod
+    @not_compiled
+    def unpack(slot: "SelectiveSlot | Slot | Kept") -> Tensor:
+        """Saved-tensor hook: the tensor of a slot, made again if it has to be."""
+        return slot.value if isinstance(slot, Slot) else slot.get()
+
+    def _slot_by_replay(
+        self, x: Tensor, replay: CompiledCodeRegion, caller: FrameType
+    ) -> Slot | None:
         """A slot for what compiled code made, or what depends on it; None for anything else."""
         known = self._recorder.table.find(x)
         if known is None:
-            is_replayed = frame.made(x) or saved_by_compiled_code(x, caller)
+            is_replayed = replay.made(x) or saved_by_compiled_code(x, caller)
         else:
             is_replayed = known.needs_replay
         if not is_replayed:
-            frame.pass_by(site_of(caller))
+            replay.pass_by(site_of(caller))
             return None
-        if self._watch is not None:
-            self._watch.saved(x)
-        return frame.slot_for(x, site_of(caller))
+        if self.watch is not None:
+            self.watch.saved(x)
+        return replay.slot_for(x, site_of(caller))
 
     def note_just_saved(self, value: RecordedValue) -> None:
-        """Autograd saves a value again, which a region inside this one found."""
+        """Note that a region inside this one has autograd save a value of this one again."""
         self._recorder.note_just_saved(value)
 
     def get(self, value: RecordedValue) -> Tensor:
@@ -172,70 +177,58 @@ class SelectiveRegion(base.Region):
         return tensor
 
     def _get(self, value: RecordedValue) -> Tensor:
-        with self._lock:
+        with self.lock:
             if value.remade is not None:
                 return value.remade
-            made: list[RecordedValue] = []
+            remade: list[RecordedValue] = []
             try:
-                tensor = value.tensor(made)
+                tensor = value.tensor(remade)
                 if tensor is None:
-                    tensor = self._make(value, made)
-                if made:
-                    self._made += map(ref, made)
-                    self._empty_in_time()
+                    tensor = self._remake(value, remade)
+                if remade:
+                    self._remade += map(ref, remade)
+                    self._empty_after_backward()
             except BaseException:
-                for value in made:
+                for value in remade:
                     value.remade = None
                 raise
             return tensor
 
-    def _make(self, value: RecordedValue, made: list[RecordedValue]) -> Tensor:
-        task, group = graph_task_id(), exec_group()
-        for_good = task != -1 and group is None and not keep_graph() and runs_whole_graph()
-        try:
-            ops = remake(value, made, for_good)
-        except torch.OutOfMemoryError as error:
-            annotate_oom(error, self.function)
-            raise
-        if observation.active and self._watch is not None:
-            self._watch.replayed(ops, again=self._replayed_in == _occasion(task, group))
-        self._replayed_in = _occasion(task, group)
+    def _remake(self, value: RecordedValue, remade: list[RecordedValue]) -> Tensor:
+        """Run the ops again that make a value; what else they make is added to `remade`."""
+        shared_by = replay_is_shared_by()
+        for_good = (
+            shared_by is not None
+            and exec_group() is None
+            and not keep_graph()
+            and runs_whole_graph()
+        )
+        ops = self.with_oom_note(remake, value, remade, for_good)
+        if observation.active and self.watch is not None:
+            self.watch.replayed(ops, again=shared_by == self._shared_by)
+        self._shared_by = shared_by
         tensor = value.remade
-        assert tensor is not None, "the last call made it"
+        assert tensor is not None, "the last op made it"
         return tensor
 
-    _replayed_in: tuple[str, int] | None = None
-    """The backward, or the exec group, in which something was made again."""
+    def _empty_after_backward(self) -> None:
+        """Have what was made let go when nobody shares it any more, asked for once."""
+        shared_by = replay_is_shared_by()
+        if shared_by is None or self._emptied_after != shared_by:
+            self.empty_in_time()
+            self._emptied_after = shared_by
 
-    def _empty_in_time(self) -> None:
-        """See to it that what was made is let go when the backward ends; at once, if none runs."""
-        task, group = graph_task_id(), exec_group()
-        if task == -1:
-            self.empty()
-        elif self._emptied_after != _occasion(task, group):
-            if group is None:
-                empty_when_backward_ends(self)
-            else:
-                empty_when_group_dies(group, self)
-            self._emptied_after = _occasion(task, group)
-
-    def empty(self) -> None:
-        """A backward has ended: let go of what was made for it."""
-        with self._lock:
-            for weak in self._made:
-                value = weak()
-                if value is not None:
-                    value.remade = None
-            self._made = []
-
-
-def _occasion(task: int, group: Any) -> tuple[str, int]:
-    """Who shares what was made: the nodes of one backward, or of the calls of one exec group."""
-    return ("backward", task) if group is None else ("group", id(group))
+    def release(self) -> None:
+        """Let go of the tensors that were made again."""
+        for weak in self._remade:
+            value = weak()
+            if value is not None:
+                value.remade = None
+        self._remade = []
 
 
 class SelectiveSlot(RecordedSlot):
-    """What autograd holds in place of a tensor that it saved."""
+    """A saved tensor, as the value that it had."""
 
     __slots__ = ("_region", "_value", "before")
 
@@ -243,13 +236,13 @@ class SelectiveSlot(RecordedSlot):
         self._region = region
         self._value = value
         self.before: fingerprint.Fingerprint | None = None
-        """Its content in forward, if it is to be compared."""
+        """Fingerprint of the content in forward, if it is to be compared."""
 
     def note_just_saved(self) -> None:
-        """A region inside this one saves it again."""
         self._region.note_just_saved(self._value)
 
     def get(self) -> Tensor:
+        """The tensor: held, or made again."""
         held = self._value.held
         if held is not None and not held.is_elsewhere and not is_recording():
             return held.get()
@@ -259,7 +252,7 @@ class SelectiveSlot(RecordedSlot):
         return tensor
 
     def _check(self, tensor: Tensor, before: "fingerprint.Fingerprint") -> None:
-        """`determinism_check="values"`."""
+        """Raise if the content differs: `determinism_check="values"`."""
         after = fingerprint.take(tensor)
         if after is not None and not torch.equal(before.checksum, after.checksum):
             raise CheckpointError(
@@ -269,14 +262,9 @@ class SelectiveSlot(RecordedSlot):
             )
 
 
-@not_compiled
-def _unpack(slot: SelectiveSlot | Slot | Kept) -> Tensor:
-    return slot.value if isinstance(slot, Slot) else slot.get()
-
-
 def run(policy: "Policy", function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a region under a policy."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     region = SelectiveRegion(policy, function, args, kwargs, Options())
-    return base.run_region(region, function, args, kwargs)
+    return run_region(region, function, args, kwargs)
