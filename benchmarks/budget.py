@@ -29,8 +29,8 @@ from benchmarks.strategies import (
 )
 from benchmarks.workload import Comparison, Forward, Workload
 from rekindle.modules.apply_strategies import undo
-from rekindle.planner.fit import fastest_within
 from rekindle.planner.training_step import TrainingStep
+from rekindle.planner.verified_plan import fastest_verified_plan
 
 SHARES = (0.7, 0.6, 0.5, 0.35, 0.2)
 LEAST = "rekindle, the least"
@@ -97,7 +97,7 @@ def measure(shape: Shape, device: str, seconds: float) -> tuple[list[BudgetResul
     for share in SHARES:
         limit = base + int(share * plain_peak)
         with suppress(rekindle.BudgetError):  # too little
-            plans[f"rekindle, {share}"] = fastest_within(step, limit, profile)
+            plans[f"rekindle, {share}"] = fastest_verified_plan(step, profile, limit)
     plans[LEAST] = points[-1].plan
     solved = time.perf_counter() - start
     print(profile)

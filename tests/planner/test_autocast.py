@@ -16,7 +16,7 @@ from rekindle.planner.measure.memory_meter import LiveBytes
 from rekindle.planner.op_words import word_of
 from rekindle.planner.plan_for_budget import plan_by
 from rekindle.planner.timeline import simulate
-from rekindle.planner.trace.block_graph import record
+from rekindle.planner.trace.block_trace import record
 from rekindle.planner.types import BlockTrace, Candidate
 from rekindle.regions import saved_indices
 from rekindle.regions.selective.planned_ops import NumberedOpsPolicy, policy_of

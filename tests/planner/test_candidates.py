@@ -13,7 +13,7 @@ import rekindle
 from benchmarks.decoder import Block as DecoderBlock
 from benchmarks.decoder import Shape
 from rekindle.planner.devices import device_named
-from rekindle.planner.trace.block_graph import record
+from rekindle.planner.trace.block_trace import record
 from rekindle.planner.types import BlockTrace, TracedOp, TracedValue
 from rekindle.policies import Policy
 from rekindle.regions.selective.decisions import Decision

@@ -19,7 +19,7 @@ import rekindle
 from benchmarks.decoder import Decoder, Shape
 from rekindle.modules.forward import forward_of
 from rekindle.planner.devices import DEVICES, Device, Efficiency, OpClock, device_named, device_of
-from rekindle.planner.measure.measured_step import try_out
+from rekindle.planner.measure.measure_step import measure_step
 from rekindle.planner.plan_for_budget import plain_prediction
 from rekindle.planner.trace.fake_tensors import with_fake_tensors
 from rekindle.planner.training_step import TrainingStep
@@ -130,7 +130,7 @@ def every_third(graph: BlockTrace) -> list[frozenset[int]]:
 def same_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Menus have the same options, whatever the times are."""
     monkeypatch.setattr("rekindle.planner.keep_sets.keep_sets", every_third)
-    monkeypatch.setattr("rekindle.planner.ranks.joint_candidates.undominated", list)
+    monkeypatch.setattr("rekindle.planner.profile_model.undominated", list)
 
 
 @pytest.fixture
@@ -388,7 +388,7 @@ def test_a_plan_made_on_the_meta_device_keeps_the_real_step_within_its_budget() 
     far = batch.detach().to("meta").requires_grad_()
     profile = rekindle.profile(meta, far, device="meta", like="cpu")
     plan = rekindle.solve(profile, "60%")
-    assert try_out(TrainingStep(model, batch), plan, profile).peak <= plan.budget
+    assert measure_step(TrainingStep(model, batch), plan, profile).peak <= plan.budget
 
 
 def test_a_device_may_be_described() -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import rekindle
 from examples import demo
+from rekindle._api import planning
 from rekindle.modules.forward import forward_of
-from rekindle.planner import profile_model
 from rekindle.planner.plan_for_budget import plan_by
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import Profile
@@ -431,7 +431,7 @@ def test_a_tight_budget_takes_less_memory_than_a_plain_step() -> None:
 def test_a_profile_that_is_given_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Stack(4, 32), torch.randn(64, 32)
     profile = rekindle.profile(model, x)
-    monkeypatch.setattr(profile_model, "measure", None)
+    monkeypatch.setattr(planning, "profile_model", None)
     plans = [rekindle.fit(model, x, share, profile=profile) for share in ("90%", "60%")]
     assert all(plan.measured_peak <= plan.budget for plan in plans)  # type: ignore[operator]
     assert plans[1].budget < plans[0].budget

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.planner import fit
+from rekindle.planner import fit, verified_plan
 from rekindle.planner.measure.memory_meter import LiveBytes
 from rekindle.planner.measure.whole_step_calibration import SLACK
 from tests.toys import Block, Stack
@@ -439,8 +439,8 @@ def test_two_threads_that_call_a_model_with_more_plan_it_again_once(
     model = Stack(3, 16)
     rekindle.fit(model, lambda: model(torch.randn(32, 16)).square().mean(), "80%")
     plans = []
-    fit_again = fit.fit_again
-    monkeypatch.setattr(fit, "fit_again", lambda *args: plans.append(fit_again(*args)) or plans[-1])
+    refit = fit.refit
+    monkeypatch.setattr(fit, "refit", lambda *args: plans.append(refit(*args)) or plans[-1])
     errors: list[BaseException] = []
     ready = threading.Barrier(2)
 
@@ -482,15 +482,15 @@ def test_a_plan_that_runs_out_of_memory_when_it_is_tried_gives_way_to_a_smaller_
     model, batch = gpt2()
     profile = rekindle.profile(model, batch)
     aimed = []
-    try_out = fit.try_out
+    measure_step = fit.measure_step
 
     def first_fails(step: Any, plan: rekindle.Plan, *args: Any, **options: Any) -> Any:
         aimed.append(plan.predicted_peak)
         if len(aimed) == 1:
             raise torch.OutOfMemoryError("no room")
-        return try_out(step, plan, *args, **options)
+        return measure_step(step, plan, *args, **options)
 
-    monkeypatch.setattr(fit, "try_out", first_fails)
+    monkeypatch.setattr(verified_plan, "measure_step", first_fails)
     plan = rekindle.fit(model, batch, "80%", profile=profile)
     assert plan.measured_peak is not None
     assert plan.measured_peak <= plan.budget
@@ -505,7 +505,7 @@ def test_a_device_that_has_no_room_for_any_plan_is_a_budget_error(
     def fails(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(fit, "try_out", fails)
+    monkeypatch.setattr(verified_plan, "measure_step", fails)
     model, batch = gpt2()
     with pytest.raises(rekindle.BudgetError, match="out of memory"):
         rekindle.fit(model, batch, "80%")

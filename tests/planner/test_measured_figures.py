@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.planner import fit as fitting
-from rekindle.planner.measure.measured_step import Trial
+from rekindle.planner import verified_plan
+from rekindle.planner.measure.measure_step import MeasuredStep
 from rekindle.strategy import Recompute, Selective
 from tests.toys import Stack
 
@@ -29,11 +29,11 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], tuple[rekindl
     def fit(seconds: Measure) -> tuple[rekindle.Plan, int]:
         tried = []
 
-        def try_out(_step: Any, plan: rekindle.Plan, _profile: Any, **_: Any) -> Trial:
+        def measure_step(_step: Any, plan: rekindle.Plan, _profile: Any, **_: Any) -> MeasuredStep:
             tried.append(plan)
-            return Trial(plan.predicted_peak, seconds(plan))
+            return MeasuredStep(plan.predicted_peak, seconds(plan))
 
-        monkeypatch.setattr(fitting, "try_out", try_out)
+        monkeypatch.setattr(verified_plan, "measure_step", measure_step)
         model, batch = Stack(6, 64), torch.randn(256, 64)
         plan = rekindle.fit(model, batch, budget="70%", profile=profile_that_selects())
         assert rekindle.plan_of(model) == plan

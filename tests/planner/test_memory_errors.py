@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.planner import runtime
+from rekindle.planner import oom_notes
 from rekindle.planner.types import Candidate
 from rekindle.sizes import format_bytes
 from rekindle.strategy import Keep, NumberedOps, Recompute, Selective
@@ -144,16 +144,16 @@ def test_a_call_that_was_larger_is_named() -> None:
     ],
 )
 def test_the_excess_is_named(wanted: int, said: str) -> None:
-    assert said in runtime.format_excess(plan_of(DROP), wanted)
+    assert said in oom_notes.format_oom_note(plan_of(DROP), wanted)
 
 
 def test_what_was_asked_for_is_part_of_what_was_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contrived: a device that says how much is in use."""
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2**20)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has")
-    assert runtime.wanted(error, torch.device("cuda")) == 3 * 2**20
-    assert runtime.wanted(torch.OutOfMemoryError("no"), torch.device("cuda")) == 2**20
-    assert runtime.wanted(error, torch.device("cpu")) is None
+    assert oom_notes.bytes_wanted(error, torch.device("cuda")) == 3 * 2**20
+    assert oom_notes.bytes_wanted(torch.OutOfMemoryError("no"), torch.device("cuda")) == 2**20
+    assert oom_notes.bytes_wanted(error, torch.device("cpu")) is None
 
 
 def test_after_an_error_the_model_trains_on() -> None:

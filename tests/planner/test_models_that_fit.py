@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import rekindle
 from rekindle.module_attachment import attached
 from rekindle.modules.forward import forward_of
-from rekindle.planner import fit
-from rekindle.planner.measure.measured_step import Trial
+from rekindle.planner import verified_plan
+from rekindle.planner.measure.measure_step import MeasuredStep
 from rekindle.strategy import Keep
 from tests.planner.test_fit import unchanged
 from tests.toys import Block, Stack, same_bits
@@ -69,7 +69,7 @@ def test_its_peak_and_time_are_measured_and_are_those_without_a_plan() -> None:
 def test_nothing_is_solved_and_five_steps_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Stack(4, 16), torch.randn(256, 16)
     profile = rekindle.profile(model, x, loss=mean)
-    monkeypatch.setattr(fit, "solved", None)
+    monkeypatch.setattr(verified_plan, "solved", None)
     calls: list[int] = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     rekindle.fit(model, x, "1GiB", loss=mean, profile=profile)
@@ -121,14 +121,14 @@ def test_a_plan_is_made_where_the_step_takes_more_than_predicted(
     """And what was measured without a plan is what the plan is compared with."""
     model, x = Stack(6, 16), torch.randn(256, 16)
     profile = rekindle.profile(model, x, loss=mean)
-    try_out, limit = fit.try_out, rekindle.solve(profile, "100%").budget
+    measure_step, limit = verified_plan.measure_step, rekindle.solve(profile, "100%").budget
 
-    def more(step: Any, plan: rekindle.Plan, measured: Any, **how: Any) -> Trial:
+    def more(step: Any, plan: rekindle.Plan, measured: Any, **how: Any) -> MeasuredStep:
         if plan.keeps_all:
-            return Trial(limit + 1000, 7.0)
-        return try_out(step, plan, measured, **how)
+            return MeasuredStep(limit + 1000, 7.0)
+        return measure_step(step, plan, measured, **how)
 
-    monkeypatch.setattr(fit, "try_out", more)
+    monkeypatch.setattr(verified_plan, "measure_step", more)
     plan = rekindle.fit(model, x, limit, loss=mean, profile=profile)
     assert not plan.keeps_all
     assert (plan.plain_peak, plan.plain_time) == (limit + 1000, 7.0)

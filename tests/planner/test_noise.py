@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.planner import profile_model
+from rekindle._api import planning
 from rekindle.planner.candidates import undominated
 from rekindle.planner.measure.timing import DeviceClock
+from rekindle.planner.profile_model import bench_for
 from rekindle.planner.types import Candidate
 from rekindle.strategy import (
     Keep,
@@ -156,8 +157,8 @@ def measured(seed: int, monkeypatch: pytest.MonkeyPatch) -> rekindle.Profile:
     torch.manual_seed(0)
     model, batch = Stack(3, 16), torch.randn(32, 16)
     cpu = torch.device("cpu")
-    bench = replace(profile_model.bench_of(cpu), clock=_NoisyClock(cpu, seed))
-    monkeypatch.setattr(profile_model, "bench_of", lambda *_: bench)
+    bench = replace(bench_for(cpu), clock=_NoisyClock(cpu, seed))
+    monkeypatch.setattr(planning, "bench_for", lambda *_: bench)
     return rekindle.profile(model, batch)
 
 
@@ -171,7 +172,7 @@ def test_the_least_budget_of_a_profile_does_not_depend_on_the_clock(
 def test_which_results_may_be_kept_does_not_depend_on_the_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rekindle.planner.ranks.joint_candidates.undominated", list)
+    monkeypatch.setattr("rekindle.planner.profile_model.undominated", list)
     menus = {
         tuple(option.strategy for option in profile.blocks[0].candidates)
         for profile in (measured(seed, monkeypatch) for seed in range(3))

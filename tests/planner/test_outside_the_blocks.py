@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle._api import planning
-from rekindle.planner import fit, plan_for_budget
-from rekindle.planner.measure.measured_step import Trial
+from rekindle.planner import plan_for_budget, verified_plan
+from rekindle.planner.measure.measure_step import MeasuredStep
 from rekindle.planner.solve import solver
 from tests.toys import Block, Stack
 
@@ -98,12 +98,12 @@ def test_the_last_plan_that_is_tried_is_the_least_there_is(
     least = solver.smallest(profile).prediction.peak
     monkeypatch.setattr(planning, "profile", lambda *_, **__: profile)
 
-    def always_more(_step: Any, plan: rekindle.Plan, _profile: Any, **_: Any) -> Trial:
+    def always_more(_step: Any, plan: rekindle.Plan, _profile: Any, **_: Any) -> MeasuredStep:
         tried.append(plan)
         peak = limit + (0 if plan.predicted_peak == least else 10_000_000)
-        return Trial(peak, plan.predicted_time)
+        return MeasuredStep(peak, plan.predicted_time)
 
-    monkeypatch.setattr(fit, "try_out", always_more)
+    monkeypatch.setattr(verified_plan, "measure_step", always_more)
     limit = plan_for_budget.budget_bytes(profile, "80%")
     plan = rekindle.fit(model, x, limit)
     assert plan.predicted_peak == least

@@ -9,8 +9,8 @@ import torch
 
 import rekindle
 from rekindle._api import planning
-from rekindle.planner import fit, plan_for_budget
-from rekindle.planner.measure.measured_step import Trial
+from rekindle.planner import plan_for_budget, verified_plan
+from rekindle.planner.measure.measure_step import MeasuredStep
 from rekindle.planner.solve import solver
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import BlockProfile, Candidate, Nearby, Profile, Solution
@@ -151,13 +151,13 @@ def test_a_fit_that_had_to_aim_lower_tells_of_budgets_as_they_were_asked_for(
     model, x = Stack(6, 16), torch.randn(512, 16, requires_grad=True)
     profile, tried = rekindle.profile(model, x), []
 
-    def too_high_at_first(_step: Any, plan: rekindle.Plan, _profile: Any, **_: Any) -> Trial:
+    def too_high_at_first(_step: Any, plan: rekindle.Plan, _profile: Any, **_: Any) -> MeasuredStep:
         tried.append(plan)
         peak = limit + 1000 if len(tried) == 1 else limit
-        return Trial(peak, plan.predicted_time)
+        return MeasuredStep(peak, plan.predicted_time)
 
     monkeypatch.setattr(planning, "profile", lambda *_, **__: profile)
-    monkeypatch.setattr(fit, "try_out", too_high_at_first)
+    monkeypatch.setattr(verified_plan, "measure_step", too_high_at_first)
     limit = plan_for_budget.budget_bytes(profile, "90%")
     plan = rekindle.fit(model, x, limit)
     aim = limit - 1000 - limit // 200

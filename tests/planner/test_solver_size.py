@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle.planner.solve import solver
+from rekindle.planner.trace.block_calls import BlockCall
+from rekindle.planner.trace.block_trace import trace_block
 from tests.planner.test_solve import layers
 from tests.toys import Stack
 
@@ -46,17 +48,16 @@ def test_what_is_solved_is_as_large_and_as_often_for_any_number_of_layers(
 def test_layers_that_are_alike_are_measured_once(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = []
-    menu = rekindle.planner.profile_model.joint_menu
+    traced = []
 
-    def counted(run: Any, *args: Any) -> Any:
-        measured.append(run._block)
-        return menu(run, *args)
+    def counted(call: BlockCall, *args: Any) -> Any:
+        traced.append(call.block)
+        return trace_block(call, *args)
 
-    monkeypatch.setattr(rekindle.planner.profile_model, "joint_menu", counted)
+    monkeypatch.setattr("rekindle.planner.profile_model.trace_block", counted)
     model, x = Stack(count, 16), torch.randn(8, 16, requires_grad=True)
     profile = rekindle.profile(model, x)
-    assert measured == [model.blocks[0]]
+    assert traced == [model.blocks[0]]
     assert len(profile.order) == count
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 import rekindle
 from benchmarks.decoder import SHAPES, Decoder
 from rekindle.offload.context import engine_of
-from rekindle.planner import profile_model
+from rekindle.planner import fit
 from rekindle.planner.candidate_to_strategy import what_of
-from rekindle.planner.measure.link import bytes_per_second
+from rekindle.planner.measure.link import link_bandwidth
 from rekindle.planner.plan_for_budget import plan_by
+from rekindle.planner.profile_model import Bench, bench_for
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import BlockProfile
 from rekindle.regions.selective.decisions import Decision
@@ -129,13 +130,13 @@ def test_larger_inputs_are_planned_with_disk_too(
         rekindle.fit(model, batch, "90%", profile=rekindle.profile(model, batch, spill=True))
     else:
         rekindle.fit(model, batch, "90%", spill=True)
-    bench_of, asked = profile_model.bench_of, []
+    asked = []
 
-    def bench(device: torch.device, spill: bool) -> profile_model.Bench:
+    def bench(device: torch.device, spill: bool) -> Bench:
         asked.append(spill)
-        return bench_of(device, spill)
+        return bench_for(device, spill)
 
-    monkeypatch.setattr(profile_model, "bench_of", bench)
+    monkeypatch.setattr(fit, "bench_for", bench)
     model(torch.randn(128, 32)).sum().backward()
     assert asked == [True]
     rekindle.remove(model)
@@ -200,8 +201,8 @@ def test_a_folder_that_cannot_be_written_is_named(
 
 
 def test_a_cpu_has_a_link_to_disk_alone() -> None:
-    assert bytes_per_second(torch.device("cpu"), "host") == 0
-    assert bytes_per_second(torch.device("cpu"), "disk") > 0
+    assert link_bandwidth(torch.device("cpu"), "host") == 0
+    assert link_bandwidth(torch.device("cpu"), "disk") > 0
 
 
 def test_a_profile_without_disk_does_not_do(decoder: Decoder, x: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import rekindle
 from benchmarks.decoder import Decoder, Shape
-from rekindle.planner.measure.measured_step import try_out
+from rekindle.planner.measure.measure_step import measure_step
 from rekindle.planner.plan_for_budget import plan_by
 from rekindle.planner.timeline import _ahead, simulate
 from rekindle.planner.training_step import TrainingStep
@@ -333,7 +333,7 @@ def peaks(case: Case) -> list[tuple[str, int, int]]:
             (
                 prediction.at,
                 prediction.peak,
-                try_out(TrainingStep(model, batch), plan, profile).peak,
+                measure_step(TrainingStep(model, batch), plan, profile).peak,
             )
         )
     return found
@@ -361,7 +361,7 @@ def test_a_plain_step_is_predicted_to_the_byte() -> None:
     model, batch = language()
     profile = rekindle.profile(model, batch)
     plan = rekindle.solve(profile, "100%")
-    assert try_out(TrainingStep(model, batch), plan, profile).peak == plan.plain_peak
+    assert measure_step(TrainingStep(model, batch), plan, profile).peak == plan.plain_peak
 
 
 def test_a_plain_step_whose_blocks_let_go_of_what_they_are_given_is_predicted_to_the_byte() -> None:
@@ -372,7 +372,7 @@ def test_a_plain_step_whose_blocks_let_go_of_what_they_are_given_is_predicted_to
     options = [next(o for o in profile.candidates(i) if o.strategy == Keep()) for i in range(3)]
     prediction = simulate(profile, options)
     plan = plan_by(profile, 0, options, prediction, 0.0)
-    assert try_out(TrainingStep(model, batch), plan, profile).peak == prediction.peak
+    assert measure_step(TrainingStep(model, batch), plan, profile).peak == prediction.peak
 
 
 class Collecting(nn.Module):
@@ -406,7 +406,7 @@ def test_what_somebody_else_holds_is_not_passed_on(kind: type[Collecting]) -> No
     profile = rekindle.profile(model, batch)
     assert profile.passed == (0, 0, 0)
     plan = rekindle.solve(profile, "100%")
-    assert try_out(TrainingStep(model, batch), plan, profile).peak <= plan.plain_peak
+    assert measure_step(TrainingStep(model, batch), plan, profile).peak <= plan.plain_peak
 
 
 def test_blocks_that_save_their_output_let_go_of_nothing() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle.offload.device_offloader import Lane
-from rekindle.planner import fit, plan_for_budget
+from rekindle.planner import plan_for_budget, verified_plan
 from rekindle.planner.gradient_fingerprints import FingerprintCollector, Fingerprints
 from rekindle.planner.timeline import simulate
 from rekindle.planner.verify import BIT_FOR_BIT, reference_for
@@ -75,7 +75,9 @@ def test_to_compare_gradients_takes_one_more_step(
 ) -> None:
     model, x = Stack(4, 16, 0.1), torch.randn(256, 16)
     profile = rekindle.profile(model, x, loss=mean)
-    monkeypatch.setattr(fit, "_HARDLY", float("inf"))  # no step is late, however slow
+    monkeypatch.setattr(
+        verified_plan, "_NOISE_SECONDS", float("inf")
+    )  # no step is late, however slow
     taken = []
     for what in ("peak", verify):
         with counted(model) as calls:
@@ -97,8 +99,8 @@ def test_by_default_a_step_of_a_minute_or_more_is_not_run_once_more(
 ) -> None:
     model, x = Stack(4, 16), torch.randn(256, 16)
     profile = rekindle.profile(model, x, loss=mean)
-    assert fit.AFFORDABLE_SECONDS == 60
-    monkeypatch.setattr(fit, "AFFORDABLE_SECONDS", 0.0)
+    assert verified_plan.AFFORDABLE_SECONDS == 60
+    monkeypatch.setattr(verified_plan, "AFFORDABLE_SECONDS", 0.0)
     assert rekindle.fit(model, x, "60%", loss=mean, profile=profile).verified is None
     asked = rekindle.fit(model, x, "60%", loss=mean, profile=profile, verify="gradients")
     assert (asked.verified or "").startswith(BIT_FOR_BIT)
@@ -142,8 +144,10 @@ def moving_model(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Tensor, re
         options = [most] * len(profile.order)
         return plan_for_budget.plan_by(profile, limit, options, simulate(profile, options), 0.0)
 
-    monkeypatch.setattr(fit, "solved", spilling)
-    monkeypatch.setattr(fit, "_HARDLY", float("inf"))  # no step is late, however slow
+    monkeypatch.setattr(verified_plan, "solved", spilling)
+    monkeypatch.setattr(
+        verified_plan, "_NOISE_SECONDS", float("inf")
+    )  # no step is late, however slow
     return model, x, profile
 
 
@@ -242,13 +246,13 @@ def test_the_reference_runs_each_block_the_other_way_as_far_as_memory_allows() -
     profile = rekindle.profile(model, x, loss=mean)
     plan = rekindle.solve(profile, "200%")
     blocks = [f"blocks.{i}" for i in range(4)]
-    assert reference_for(plan, profile, plan.budget) == dict.fromkeys(blocks, "recompute")
+    assert reference_for(plan, profile, plan.budget) == dict.fromkeys(blocks, Recompute())
     least = rekindle.frontier(profile, 2)[-1].plan
     assert reference_for(least, profile, plan.plain_peak) == {
-        path: "recompute" if option.strategy == Keep() else "keep"
+        path: Recompute() if option.strategy == Keep() else Keep()
         for path, _, option in least.blocks
     }
-    assert reference_for(least, profile, 0) == dict.fromkeys(blocks, "recompute")
+    assert reference_for(least, profile, 0) == dict.fromkeys(blocks, Recompute())
 
 
 def test_with_little_room_the_reference_keeps_a_block_of_each_kind() -> None:
@@ -267,16 +271,16 @@ def test_with_little_room_the_reference_keeps_a_block_of_each_kind() -> None:
         )
         for i in range(len(model))
     ]
-    fates = reference_for(plan, profile, simulate(profile, kept).peak)
-    assert [path for path, fate in fates.items() if fate == "keep"] == ["0", "3"]
+    strategies = reference_for(plan, profile, simulate(profile, kept).peak)
+    assert [path for path, strategy in strategies.items() if strategy == Keep()] == ["0", "3"]
 
 
 def fingerprints(gradients: dict[str, Tensor | None]) -> Fingerprints:
-    gathering = FingerprintCollector()
+    collector = FingerprintCollector()
     for key, gradient in gradients.items():
         if gradient is not None:
-            gathering.add(key, gradient)
-    return gathering.read()
+            collector.add(key, gradient)
+    return collector.read()
 
 
 def test_a_checksum_sees_one_bit_and_one_swap() -> None:

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import rekindle
+from rekindle._api import planning
 from rekindle.modules.forward import forward_of
 from rekindle.planner import profile_model
-from rekindle.planner.measure.whole_step_calibration import SLACK, told_together
+from rekindle.planner.measure.whole_step_calibration import SLACK, calibrate_to_whole_step
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import BlockProfile, Candidate, Profile
 from rekindle.strategy import Keep, NumberedOps, Recompute, Selective
@@ -31,7 +32,7 @@ def profile_of(block: BlockProfile = BLOCK) -> Profile:
 
 
 def together(seconds: float, model: nn.Module) -> BlockProfile:
-    (found,) = told_together(model, profile_of(), lambda: seconds).blocks
+    (found,) = calibrate_to_whole_step(model, profile_of(), lambda: seconds).blocks
     return found
 
 
@@ -52,7 +53,7 @@ def test_the_step_runs_by_the_option_that_holds_least_and_moves_nothing() -> Non
         seen.extend(forward_of(block) for block in model.blocks)
         return 0.0
 
-    told_together(model, profile_of(), step)
+    calibrate_to_whole_step(model, profile_of(), step)
     assert [forward.way.by_number.keys() for forward in seen] == [{0}] * 4  # type: ignore[union-attr]
     assert all(forward_of(block) is None for block in model.blocks)
 
@@ -66,7 +67,7 @@ def test_the_step_peaks_no_higher_than_one_with_every_block_recomputed() -> None
 
     lean = replace(DROP, backward_peak=60)
     profile = profile_of(BlockProfile("Block", "Block", (KEEP, lean, FEW)))
-    told_together(model, profile, step)
+    calibrate_to_whole_step(model, profile, step)
     run = [lean if forward.way == "recompute" else FEW for forward in seen]
     assert run == [lean, FEW, FEW, FEW]
     limit = (1 + SLACK) * simulate(profile, [lean] * 4).peak
@@ -75,14 +76,14 @@ def test_the_step_peaks_no_higher_than_one_with_every_block_recomputed() -> None
 
 def test_a_step_that_was_measured_says_how_high_it_may_peak() -> None:
     profile = replace(profile_of(), recompute_peak=50)
-    assert told_together(Stack(4), profile, lambda: 100.0) == profile
+    assert calibrate_to_whole_step(Stack(4), profile, lambda: 100.0) == profile
 
 
 def test_too_few_blocks_to_tell_from_noise_are_not_run() -> None:
     profile = profile_of(
         BlockProfile("Block", "Block", (KEEP, replace(DROP, backward_peak=0), FEW))
     )
-    assert told_together(Stack(4), profile, lambda: 100.0) == profile
+    assert calibrate_to_whole_step(Stack(4), profile, lambda: 100.0) == profile
 
 
 def test_a_step_that_does_not_fit_changes_nothing() -> None:
@@ -90,32 +91,29 @@ def test_a_step_that_does_not_fit_changes_nothing() -> None:
         raise torch.OutOfMemoryError("no room")
 
     model = Stack(4)
-    assert told_together(model, profile_of(), step) == profile_of()
+    assert calibrate_to_whole_step(model, profile_of(), step) == profile_of()
     assert all(forward_of(block) is None for block in model.blocks)
 
 
 def test_blocks_without_such_options_are_left_alone() -> None:
     block = BlockProfile("Block", "Block", (KEEP, DROP))
-    assert told_together(Stack(4), profile_of(block), lambda: 100.0) == profile_of(block)
+    assert calibrate_to_whole_step(Stack(4), profile_of(block), lambda: 100.0) == profile_of(block)
 
 
-def test_a_profile_is_told_together_where_host_and_device_work_at_once(
+def test_a_profile_is_calibrated_where_host_and_device_work_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench_of = profile_model.bench_of
     monkeypatch.setattr(
-        profile_model,
-        "bench_of",
-        lambda device, _: profile_model.Bench(
-            device, "cpu", bench_of(device).clock, 0.0, shows_more_together=True
-        ),
+        planning,
+        "bench_for",
+        lambda device, _: replace(profile_model.bench_for(device), host_runs_ahead=True),
     )
-    told: list[float] = []
+    timed: list[float] = []
     monkeypatch.setattr(
         profile_model,
-        "told_together",
-        lambda model, profile, timed: told.append(timed()) or profile,
+        "calibrate_to_whole_step",
+        lambda model, profile, time_step: timed.append(time_step()) or profile,
     )
     rekindle.profile(Stack(3, 16), torch.randn(64, 16))
-    assert len(told) == 1
-    assert told[0] > 0
+    assert len(timed) == 1
+    assert timed[0] > 0

@@ -10,10 +10,11 @@ from torch import nn
 
 from rekindle.modules.blocks import blocks_of
 from rekindle.modules.unwrapping import class_name
-from rekindle.planner import profile_model
+from rekindle.planner import fit as fit_model
 from rekindle.planner.compiled_modules import FIT_FIRST, compiled_around
 from rekindle.planner.devices import Device
-from rekindle.planner.fit import fitted
+from rekindle.planner.fake_profile import Like, fake_profile
+from rekindle.planner.fit_request import FitRequest, VerifyLevel
 from rekindle.planner.loss import Loss, checked_loss, warn_without_loss
 from rekindle.planner.measure.static_memory import optimizer_bytes, static_bytes
 from rekindle.planner.placement import compute_device
@@ -25,6 +26,7 @@ from rekindle.planner.plan_for_budget import (
     solved,
     with_nearby,
 )
+from rekindle.planner.profile_model import bench_for, profile_model
 from rekindle.planner.progress import Progress, count_progress, report_progress, show_progress
 from rekindle.planner.ranks.rank_sync import (
     all_gather,
@@ -34,8 +36,6 @@ from rekindle.planner.ranks.rank_sync import (
     require_same_on_ranks,
 )
 from rekindle.planner.ranks.worst_case import shape_of_profile, worst_case
-from rekindle.planner.runtime import Fitting, Verify, apply_plan, keep_fitted
-from rekindle.planner.trace.fake_profile import Like, fake_profile
 from rekindle.planner.trace.fake_tensors import is_without_memory
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Nearby, Profile
@@ -136,8 +136,8 @@ def _profile(
         if on_meta:
             found = fake_profile(model, batch, optimizer, like, given)
         else:
-            bench = profile_model.bench_of(compute_device(model), spill)
-            found = profile_model.measure(model, batch, optimizer, bench, given)
+            bench = bench_for(compute_device(model), spill)
+            found = profile_model(model, batch, optimizer, bench, given)
     if found.loss == "none":
         warn_without_loss(found.batch)
     return found
@@ -277,7 +277,7 @@ def fit(
     optimizer: Any = None,
     profile: Profile | None = None,
     spill: bool = False,
-    verify: Verify = "auto",
+    verify: VerifyLevel = "auto",
     progress: bool | None = None,
     group: Any = None,
 ) -> Plan:
@@ -332,11 +332,11 @@ def _fit(
     optimizer: Any,
     known: Profile | None,
     spill: bool,
-    verify: Verify,
+    verify: VerifyLevel,
 ) -> Plan:
     checked_budget(budget)
     _check_options(optimizer, spill)
-    if verify not in get_args(Verify):
+    if verify not in get_args(VerifyLevel):
         raise ValueError(f'verify should be "auto", "gradients" or "peak", but got {verify!r}')
     given = checked_loss(loss, batch)
     if known is not None:
@@ -356,10 +356,8 @@ def _fit(
             known = _with_state(known, model, batch, optimizer)
         measured = _agreed_profile(known, "fit")
     step = TrainingStep(model, batch, given)
-    plan = fitted(step, budget, measured, verify)
-    apply_plan(model, plan)
     is_outside = given is not None or step.function is not None
-    fitting = Fitting(
+    request = FitRequest(
         budget,
         optimizer_bytes=optimizer_bytes(optimizer, compute_device(model)),
         rest_peak=measured.rest_peak if is_outside else 0,
@@ -368,8 +366,7 @@ def _fit(
         loss=given,
         verify=verify,
     )
-    keep_fitted(model, fitting)
-    return plan
+    return fit_model.fit(step, measured, request)
 
 
 def _with_state(profile: Profile, model: nn.Module, batch: Any, optimizer: Any) -> Profile:

@@ -21,6 +21,18 @@ from rekindle.strategy import (
 )
 
 
+def candidates(trace: BlockTrace) -> tuple[Candidate, ...]:
+    """The candidates of a block that are worth measuring, the first of which keeps all."""
+    from rekindle.planner.keep_sets import keep_sets  # needs scipy  # noqa: PLC0415
+
+    return (
+        Candidate(Keep()),
+        Candidate(Recompute()),
+        *recomputing_saved(trace.recomputable, trace),
+        *(selecting(kept, trace) for kept in keep_sets(trace)),
+    )
+
+
 def recomputing_saved(derivable: tuple[int, ...], trace: BlockTrace) -> list[Candidate]:
     """Candidates that make saved tensors again, each by one op: the large ones, and all.
 

@@ -1,17 +1,15 @@
-"""A plan that stands on a model while it trains: it is checked against the model, and applied.
+"""Applies a plan to a model, and watches the model's calls while it trains.
 
-It sees what the model is called with: a call with more than was planned for is planned anew where
-the budget is known, and said in a log line where it is not. And it adds what was foreseen to an
-error of memory.
+A call with larger inputs than the plan is for has the model fitted again if its budget is known;
+else a log line says that a step may peak higher. An out-of-memory error gets a note on the plan.
 """
 
 import logging
-import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,104 +22,66 @@ from rekindle.modules.forward import forward_of, put
 from rekindle.modules.unwrapping import class_name, places, unwrapped
 from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.compiled_modules import compiled_around
-from rekindle.planner.input_shapes import (
-    Shapes,
-    count_elements,
-    format_shapes,
-    input_shapes,
-)
-from rekindle.planner.loss import Loss
+from rekindle.planner.fit_request import FitRequest
+from rekindle.planner.input_shapes import Shapes, count_elements, format_shapes, input_shapes
 from rekindle.planner.measure.model_lock import planning_lock
+from rekindle.planner.oom_notes import annotate_oom
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
 from rekindle.planner.ranks.rank_sync import has_other_ranks
+from rekindle.planner.trace.block_calls import without_graph
 from rekindle.regions.base import is_replaying
 from rekindle.regions.selective.offload_bridge import begin_backward
-from rekindle.sizes import format_bytes, parse_bytes
+from rekindle.sizes import format_bytes
 from rekindle.torch_private.autograd_graph import has_accumulation_hooks
 from rekindle.torch_private.cuda import capturing
 from rekindle.torch_private.data_parallel import sharded_parameters
 from rekindle.torch_private.func_transforms import func_transform
-from rekindle.torch_private.pytrees import tree_leaves, tree_map
+from rekindle.torch_private.pytrees import tree_leaves
 from rekindle.torch_private.saved_tensor_hooks import top_hooks
 
 _log = logging.getLogger("rekindle")
 
-Verify = Literal["auto", "gradients", "peak"]
-"""What `fit` verifies of a plan: its peak alone; its gradients too; or those if that is cheap."""
 
-
-@dataclass(frozen=True)
-class Fitting:
-    """What `fit` was asked for, so that it can be done again."""
-
-    budget: int | str
-    optimizer_bytes: int
-    rest_peak: int
-    """What the head and a loss outside the model take; 0 if the model is the step."""
-    output_held: int = 0
-    """Bytes of the output that stay until the backward has ended."""
-    spill: bool = False
-    """Whether what is sent away goes to disk."""
-    loss: Loss | None = None
-    """The loss that was given."""
-    verify: Verify = "auto"
-    """What of a plan is verified."""
-
-    def grown(self, elements: int, before: int) -> "Fitting":
-        """The same for a larger call, if what is outside the model grows as the inputs do."""
-        return replace(
-            self,
-            rest_peak=self.rest_peak * elements // before,
-            output_held=self.output_held * elements // before,
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the loss, which may be any function: a pickle of the model goes without it."""
-        return {**vars(self), "loss": None}
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "Fitting":
-        return self
-
-
-class Standing:
-    """A plan on a model."""
+class PlanRuntime:
+    """A plan on a model in training."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self.plan = plan
-        self.fitting: Fitting | None = None
+        self.request: FitRequest | None = None
+        """The request of the `fit` that applied the plan; None if it was applied by itself."""
         self.is_on = True
         self._device = compute_device(model)
-        self._room = count_elements(plan.inputs)
+        self._planned_elements = count_elements(plan.inputs)
         self._larger: Shapes = ()
-        """The shapes of the last call, if it was larger."""
-        self._has_said = False
+        """The shapes of the last call, if it was larger than planned."""
+        self._has_warned = False
         self._threads: set[int] = set()
-        """The threads that have called the model."""
+        """Threads that have called the model."""
 
-    def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """The model is called."""
+    def before_call(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Compare the inputs of a call in training with those that were planned for."""
         if torch.compiler.is_compiling() or not model.training:
             return
         if is_replaying() or not torch.is_grad_enabled():
             return
-        with planning_lock(model):  # which another thread may have, to plan the model again
-            standing = _on(model)  # none while this thread measures the model
-            if standing is not None:
-                standing._see_shapes(model, args, kwargs)
+        with planning_lock(model):  # which another thread may hold, to fit the model again
+            runtime = _runtime_on(model)  # none while this thread measures the model
+            if runtime is not None:
+                runtime._check_shapes(model, args, kwargs)
 
-    def _see_shapes(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Plan the model again, or say that a step may peak higher, if it is called with more."""
+    def _check_shapes(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Fit the model again, or warn that a step may peak higher, if inputs are larger."""
         self._threads.add(get_ident())
         shapes = input_shapes(args, kwargs)
-        self._larger = shapes if count_elements(shapes) > self._room else ()
+        self._larger = shapes if count_elements(shapes) > self._planned_elements else ()
         if not self._larger:
             return
-        reason = self._why_not(model)
-        if reason is None and self.fitting is not None:
-            self._plan_again(model, args, kwargs, shapes, self.fitting)
-        elif not self._has_said:
-            self._has_said = True
+        reason = self._why_no_refit(model)
+        if reason is None and self.request is not None:
+            self._refit(model, args, kwargs, shapes, self.request)
+        elif not self._has_warned:
+            self._has_warned = True
             peak = format_bytes(self.plan.measured_peak or self.plan.predicted_peak)
             _log.warning(
                 "%s is called with %s, larger than %s that its plan is for: a step may peak above "
@@ -135,9 +95,9 @@ class Standing:
                 ),
             )
 
-    def _why_not(self, model: nn.Module) -> str | None:
-        """Why a model cannot be planned again here and now."""
-        if self.fitting is None:
+    def _why_no_refit(self, model: nn.Module) -> str | None:
+        """Return why the model cannot be fitted again in this call; None if it can."""
+        if self.request is None:
             return "the plan was applied, not fitted"
         if compiled_around(model, [path for path, _, _ in self.plan.blocks]) is not None:
             return "its blocks are compiled; call rekindle.fit before torch.compile"
@@ -155,29 +115,30 @@ class Standing:
             return "a parameter has a hook that runs when its gradient is there"
         return None
 
-    def _plan_again(
-        self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes, fitting: Fitting
+    def _refit(
+        self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes, request: FitRequest
     ) -> None:
-        from rekindle.planner.fit import fit_again  # noqa: PLC0415
+        """Fit the model to a larger call, before that call runs."""
+        from rekindle.planner.fit import refit  # noqa: PLC0415
         from rekindle.planner.plan_for_budget import BudgetError  # noqa: PLC0415
         from rekindle.planner.training_step import ModelCall  # noqa: PLC0415
 
-        was = forward_of(model)
+        running = forward_of(model)
         planned = format_shapes(self.plan.inputs)
         larger = f"{format_shapes(shapes)}, larger than {planned} that its plan is for"
         try:
-            plan = fit_again(model, ModelCall(*tree_map(_alone, (args, kwargs))), fitting)
+            plan = refit(model, ModelCall(*without_graph((args, kwargs))), request)
         except BudgetError as error:
             raise BudgetError(
                 f"{type(model).__name__} is called with {larger}, and there is no plan for that: "
                 f"{error}"
             ) from error
-        standing = _on(model)
-        assert standing is not None, "the plan was applied"
-        standing._threads |= self._threads
-        if was is not None:  # the call that runs has it in its hand
+        runtime = _runtime_on(model)
+        assert runtime is not None, "the plan was applied"
+        runtime._threads |= self._threads
+        if running is not None:  # the call that is about to run goes by the forward of before
             now = forward_of(model)
-            was.way, was.is_on = "plain" if now is None else now.way, True
+            running.way, running.is_on = "plain" if now is None else now.way, True
         _log.warning(
             "%s is called with %s: planned again. A step peaked at %s, and will at %s now, within "
             "%s",
@@ -188,8 +149,8 @@ class Standing:
             format_bytes(plan.budget),
         )
 
-    def after(self, _model: nn.Module, _args: Any, _kwargs: Any, out: Any) -> None:
-        """A call ended, or failed: then it has no result."""
+    def after_call(self, _model: nn.Module, _args: Any, _kwargs: Any, out: Any) -> None:
+        """Annotate an out-of-memory error, if a call failed: then it has no output."""
         if torch.compiler.is_compiling() or out is not None:
             return
         error = sys.exc_info()[1]
@@ -197,65 +158,27 @@ class Standing:
             self.tell(error)
 
     def tell(self, error: torch.OutOfMemoryError) -> None:
-        """Add what was foreseen, and by how much it was too little."""
-        if not any(note.startswith(_BEGINS) for note in getattr(error, "__notes__", ())):
-            error.add_note(format_excess(self.plan, wanted(error, self._device), self._larger))
+        """Add a note on the plan to an error."""
+        annotate_oom(error, self.plan, self._device, self._larger)
 
 
 @dataclass(eq=False)
-class _Part:
-    """Stands on a block of the model, or on what keeps a cache."""
+class _RuntimeOnPart:
+    """A plan's runtime on a block of the model, or on a module that has a cache."""
 
-    standing: Standing
+    runtime: PlanRuntime
     is_on: bool = True
 
     def tell(self, error: torch.OutOfMemoryError) -> None:
-        self.standing.tell(error)
+        """Add a note on the plan to an error."""
+        self.runtime.tell(error)
 
 
-_BEGINS = "rekindle: the plan"
-_REQUEST = re.compile(r"Tried to allocate (\d+(?:\.\d+)? [KMGT]?i?B)")
+def _finish_copy_outs_before_backward(_block: nn.Module, _args: Any, out: Any) -> None:
+    """Have copy-outs in flight finish when the backward comes to the last block's output.
 
-
-def wanted(error: torch.OutOfMemoryError, device: torch.device) -> int | None:
-    """Bytes in use when memory ran out, with those that were asked for; None where nobody knows."""
-    if device.type != "cuda":
-        return None
-    request = _REQUEST.search(str(error))
-    asked = parse_bytes(request[1], "the request") if request else 0
-    return torch.cuda.memory_allocated(device) + asked
-
-
-def format_excess(plan: Plan, wanted: int | None, larger: Shapes = ()) -> str:
-    """What a plan foresaw, what was wanted instead, and what to do."""
-    shapes = f" for {format_shapes(plan.inputs)}" if plan.inputs else ""
-    text = f"{_BEGINS}{shapes} foresaw a peak of {format_bytes(plan.predicted_peak)}"
-    if plan.measured_peak is not None:
-        text += f", measured as {format_bytes(plan.measured_peak)} when it was made"
-    text += f", within a budget of {format_bytes(plan.budget)}."
-    if wanted is not None:
-        excess = wanted - plan.predicted_peak
-        text += f" When memory ran out, {format_bytes(wanted)} were wanted: "
-        if excess > 0:
-            text += f"{format_bytes(excess)} more than foreseen."
-        else:
-            text += "no more than foreseen, so the device has less room than the budget says."
-    if larger:
-        text += f" The model was called with {format_shapes(larger)}, larger than that."
-    return f"{text} Fit again with what is largest, or with a smaller budget."
-
-
-def _alone(leaf: Any) -> Any:
-    """A tensor without the graph behind it."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().requires_grad_(leaf.requires_grad)
-
-
-def _see_out(_block: nn.Module, _args: Any, out: Any) -> None:
-    """After the last block: have what is leaving seen out when the backward comes back to it.
-
-    A last block that moves nothing itself would not: its backward would be on top of that.
+    A last block that moves nothing itself would not wait for them, and its backward would be on top
+    of their memory.
     """
     if torch.compiler.is_compiling() or is_replaying() or func_transform() is not None:
         return
@@ -276,7 +199,7 @@ class _PlanForModel:
 
     def stand_on(self, model: nn.Module) -> None:
         """Attach the plan to a model that runs by it."""
-        stand(self.plan, model)
+        _attach_runtime(self.plan, model)
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> Applied:
@@ -285,7 +208,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> Applied:
 
 
 def strategies_for(plan: Plan, model: nn.Module) -> Mapping[str, What]:
-    """What each block of a model is given, by its path; an error if the plan is for another one."""
+    """Return the strategy of each block by path; an error if the plan is for another model."""
     if plan.model not in (class_name(model), type(model).__name__):
         raise ValueError(f"The plan is for a {plan.model}, but the model is a {class_name(model)}")
     where = planned_paths(model)
@@ -313,44 +236,44 @@ def planned_paths(model: nn.Module) -> dict[str, str]:
     return {**own, **places(model)}
 
 
-def stand(plan: Plan, model: nn.Module) -> None:
-    """Let a plan stand on a model that runs by it; `rekindle.remove` takes it off."""
-    standing = Standing(plan, model)
+def _attach_runtime(plan: Plan, model: nn.Module) -> None:
+    """Attach a plan's runtime to a model that runs by it; `rekindle.remove` detaches it."""
+    runtime = PlanRuntime(plan, model)
     where = planned_paths(model)
     blocks = {model.get_submodule(where[path]) for path, _, _ in plan.blocks}
-    left_alone = {m for block in blocks - {model} for m in block.modules() if plan.keeps_all}
+    unchanged = {m for block in blocks - {model} for m in block.modules() if plan.keeps_all}
     last = model.get_submodule(where[plan.blocks[-1][0]]) if plan.offloads else None
     for module in model.modules():
-        if module in left_alone:  # it fits as it is
+        if module in unchanged:
             continue
         handles = [forbid_cache(module)]
         if module is model and plan.inputs:
-            handles.append(module.register_forward_pre_hook(standing.before, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(runtime.before_call, with_kwargs=True))
         if module is model or (module in blocks and not plan.inputs):
             handles.append(
-                module.register_forward_hook(standing.after, with_kwargs=True, always_call=True)
+                module.register_forward_hook(runtime.after_call, with_kwargs=True, always_call=True)
             )
         if module is last:
-            handles.append(module.register_forward_hook(_see_out))
+            handles.append(module.register_forward_hook(_finish_copy_outs_before_backward))
         found = [handle for handle in handles if handle is not None]
         if module is model:
-            attach(module, standing, *found)
+            attach(module, runtime, *found)
         elif found or module in blocks:
-            attach(module, _Part(standing), *found)
+            attach(module, _RuntimeOnPart(runtime), *found)
 
 
-def keep_fitted(model: nn.Module, fitting: Fitting) -> None:
-    """Have a model that a plan stands on planned again when it is called with more."""
-    standing = _on(model)
-    assert standing is not None, "its plan was applied"
-    standing.fitting = fitting
+def refit_on_larger_calls(model: nn.Module, request: FitRequest) -> None:
+    """Have a model with a plan fitted again when it is called with larger inputs."""
+    runtime = _runtime_on(model)
+    assert runtime is not None, "its plan was applied"
+    runtime.request = request
     where = planned_paths(model)
-    if forward_of(model) is None and any(not where[path] for path, _, _ in standing.plan.blocks):
+    if forward_of(model) is None and any(not where[path] for path, _, _ in runtime.plan.blocks):
         put(model, "plain")  # so that the call that finds it too small can run by another plan
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that a model runs by: of `fit`, as it was made last, or of `apply`; None without.
+    """Return the plan that a model runs by: the last one of `fit`, or of `apply`; None without one.
 
     >>> import torch, rekindle
     >>> model = torch.nn.Sequential(*[torch.nn.TransformerEncoderLayer(8, 2, 16)] * 2)
@@ -366,10 +289,10 @@ def plan_of(model: nn.Module) -> Plan | None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"plan_of() takes a model, but got {type(model).__name__}")
-    standing = _on(model) or _on(unwrapped(model))
-    return None if standing is None else standing.plan
+    runtime = _runtime_on(model) or _runtime_on(unwrapped(model))
+    return None if runtime is None else runtime.plan
 
 
-def _on(model: nn.Module) -> Standing | None:
-    who = attached(model)
-    return who if isinstance(who, Standing) else None
+def _runtime_on(model: nn.Module) -> PlanRuntime | None:
+    found = attached(model)
+    return found if isinstance(found, PlanRuntime) else None

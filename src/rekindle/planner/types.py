@@ -72,6 +72,8 @@ class BlockTrace:
     """What autograd saves, in order: a value's index, or None for a tensor from outside."""
     communicates: bool = False
     """True if the block runs collectives: ranks then have to recompute the same ones."""
+    recomputable: tuple[int, ...] = ()
+    """Indices into `saved_tensors` of those that one op makes again from other saved tensors."""
 
     @property
     def saved_bytes(self) -> int:

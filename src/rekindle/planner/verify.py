@@ -1,8 +1,8 @@
-"""Compares the gradients of a step under a plan with those of the same step by other means.
+"""Compares the gradients of a step under a plan with those of a reference step.
 
-The other step, the reference, runs each block the other way, as far as memory allows: what the plan
-keeps is recomputed, and what it recomputes, moves or derives is kept. So each gradient is made in
-two ways, and a plan whose engines are wrong is never applied.
+The reference runs each block by another strategy, as far as memory allows: a block that the plan
+keeps is recomputed, and any other is kept. So each gradient is computed in two ways, and a plan
+whose engines are wrong is never applied.
 
 Note [Gradients that do not repeat]. Some kernels add up in an order that changes from run to run,
 so two steps that are right may differ. Where gradients differ, the reference is run again. If it
@@ -19,6 +19,7 @@ from torch import Tensor
 from rekindle.errors import RekindleError
 from rekindle.modules.apply_strategies import apply, undo
 from rekindle.modules.unwrapping import in_places
+from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.gradient_fingerprints import Fingerprint, Fingerprints, differing_keys
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.plan import Plan
@@ -29,12 +30,12 @@ from rekindle.planner.types import Candidate, Profile
 from rekindle.strategy import Keep, Recompute, Strategy
 
 BIT_FOR_BIT = "gradients bit for bit"
-_AGAIN = 2
-"""How often the reference is run again where gradients differ."""
+_REPEATS = 2
+"""Further runs of the reference where gradients differ."""
 _MULTIPLE = 4.0
-"""How many times the reference's own spread a plan's gradients may be away from it."""
+"""Distance of a plan's gradients from the reference that is allowed, in spreads of the latter."""
 _NAMED = 3
-"""Parameters that an error names."""
+"""Parameters that an error names; of more, it says how many."""
 
 
 class GradientError(RekindleError):
@@ -42,75 +43,73 @@ class GradientError(RekindleError):
 
 
 def verify_gradients(
-    step: TrainingStep, plan: Plan, found: Fingerprints, measured: Profile, limit: int
+    step: TrainingStep, plan: Plan, found: Fingerprints, profile: Profile, limit: int
 ) -> str | None:
     """Compare the gradients of a step under a plan with those of a reference.
 
-    Returns what was found; None if no other way of running the blocks fits the limit. An error if
-    the gradients are wrong. All ranks run the same number of steps.
+    Returns the outcome as text; None if no other strategies for the blocks fit the limit. Raises a
+    `GradientError` if the gradients are wrong. All ranks run the same number of steps.
     """
-    fates = reference_for(plan, measured, limit)
-    changed = {p for p, _, candidate in plan.blocks if candidate.strategy != _WHOLE[fates[p]]}
+    strategies = reference_for(plan, profile, limit)
+    changed = {p for p, _, candidate in plan.blocks if candidate.strategy != strategies[p]}
     if not changed:
         return None
-    how = f"with {len(changed)} of {len(fates)} blocks run another way"
-    reference = _gradients(step, fates)
+    how = f"with {len(changed)} of {len(strategies)} blocks run another way"
+    reference = _gradients(step, strategies)
     others = differing_keys(found, reference)
     count = max(all_gather(len(others)))
     if not count:
         return f"{BIT_FOR_BIT}, {how}"
-    again = [_gradients(step, fates) for _ in range(_AGAIN)]
+    again = [_gradients(step, strategies) for _ in range(_REPEATS)]
     wrong = [key for key in others if not _is_within(found[key], reference[key], again, key)]
-    error = _told(plan, found, reference, wrong) if wrong else None
-    if (told := first_message(error)) is not None:
-        raise raised_on_all_ranks(GradientError(told))
+    text = _format_error(plan, found, reference, wrong) if wrong else None
+    if (message := first_message(text)) is not None:
+        raise raised_on_all_ranks(GradientError(message))
     parameters = "1 parameter" if count == 1 else f"{count} parameters"
     return f"{BIT_FOR_BIT} but for {parameters}, within the run-to-run spread, {how}"
 
 
-def reference_for(plan: Plan, measured: Profile, limit: int) -> dict[str, str]:
-    """A fate for each block, other than the plan's where memory allows: keep or recompute.
+def reference_for(plan: Plan, profile: Profile, limit: int) -> dict[str, Strategy]:
+    """Return keep or recompute for each block: other than the plan's, where memory allows.
 
-    Where it does not for all, at first one block of each kind, then a second, and so on.
+    Where memory does not allow it for all, one of each distinct block comes first, then a second.
     """
     planned = {path: candidate.strategy for path, _, candidate in plan.blocks}
-    fates = dict.fromkeys(planned, "recompute")
-    for path in _kinds_in_turn(measured):
+    strategies: dict[str, Strategy] = dict.fromkeys(planned, Recompute())
+    for path in _distinct_blocks_in_turn(profile):
         if planned[path] != Keep():
-            fates[path] = "keep"
-            if simulate(measured, _candidates(measured, fates)).peak > limit:
-                fates[path] = "recompute"
-    return fates
+            strategies[path] = Keep()
+            if simulate(profile, _candidates(profile, strategies)).peak > limit:
+                strategies[path] = Recompute()
+    return strategies
 
 
-def _kinds_in_turn(measured: Profile) -> list[str]:
-    """The blocks: the first of each kind, then the second of each, and so on."""
+def _distinct_blocks_in_turn(profile: Profile) -> list[str]:
+    """Return the blocks: the first of each distinct block, then the second of each, and so on."""
     count: Counter[int] = Counter()
     turns: dict[str, int] = {}
-    for path, kind in measured.order:
+    for path, kind in profile.order:
         if path not in turns:
             turns[path] = count[kind]
             count[kind] += 1
     return sorted(turns, key=turns.__getitem__)
 
 
-_WHOLE: dict[str, Strategy] = {"keep": Keep(), "recompute": Recompute()}
-
-
-def _candidates(measured: Profile, fates: dict[str, str]) -> list[Candidate]:
-    """The candidates that stand for fates; where a block has none such, the leanest."""
+def _candidates(profile: Profile, strategies: dict[str, Strategy]) -> list[Candidate]:
+    """Return the candidates with some strategies; where a block has none such, the leanest."""
     found = []
-    for i, (path, _) in enumerate(measured.order):
-        menu = measured.candidates(i)
-        fitting = [candidate for candidate in menu if candidate.strategy == _WHOLE[fates[path]]]
-        found.append(min(fitting or menu, key=lambda candidate: candidate.bytes_held))
+    for i, (path, _) in enumerate(profile.order):
+        candidates = profile.candidates(i)
+        fitting = [each for each in candidates if each.strategy == strategies[path]]
+        found.append(min(fitting or candidates, key=lambda candidate: candidate.bytes_held))
     return found
 
 
-def _gradients(step: TrainingStep, fates: dict[str, str]) -> Fingerprints:
-    """The gradients of one step by some fates, from the state that the model is in; it stays so."""
+def _gradients(step: TrainingStep, strategies: dict[str, Strategy]) -> Fingerprints:
+    """Return the gradients of one step by some strategies; the model's state stays as it is."""
+    spelled = {path: what_of(strategy) for path, strategy in strategies.items()}
     with repeatable(step):
-        apply(step.model, in_places(step.model, fates))
+        apply(step.model, in_places(step.model, spelled))
         found = step.fingerprints()
         undo(step.model)
     return found
@@ -119,7 +118,7 @@ def _gradients(step: TrainingStep, fates: dict[str, str]) -> Fingerprints:
 def _is_within(
     found: Fingerprint, reference: Fingerprint, again: list[Fingerprints], key: Any
 ) -> bool:
-    """Whether a gradient is as close to the reference as the reference is to itself."""
+    """Return whether a gradient is as close to the reference as the reference is to itself."""
     repeats = [each[key] for each in again if key in each]
     if all(map(reference.is_same, repeats)):
         return False
@@ -130,9 +129,11 @@ def _is_within(
     return away <= _MULTIPLE * spread + reference.epsilon * reference.norm
 
 
-def _told(plan: Plan, found: Fingerprints, reference: Fingerprints, wrong: Sequence[Any]) -> str:
+def _format_error(
+    plan: Plan, found: Fingerprints, reference: Fingerprints, wrong: Sequence[Any]
+) -> str:
     named = [
-        f"  {_place(key, plan)}: off by {_share(found[key], reference[key])}"
+        f"  {_format_place(key, plan)}: off by {_format_distance(found[key], reference[key])}"
         for key in wrong[:_NAMED]
     ]
     if len(wrong) > _NAMED:
@@ -142,8 +143,8 @@ def _told(plan: Plan, found: Fingerprints, reference: Fingerprints, wrong: Seque
     return "\n".join([f"{begin} bit for bit:", *named, f"{end}."])
 
 
-def _place(key: Any, plan: Plan) -> str:
-    """A parameter, and what the plan does with its block."""
+def _format_place(key: Any, plan: Plan) -> str:
+    """A parameter's name, with the strategy of its block."""
     if isinstance(key, Tensor):
         return f"a tensor of shape {list(key.shape)} outside the model"
     around = [
@@ -157,7 +158,7 @@ def _place(key: Any, plan: Plan) -> str:
     return f"{key} ({path or 'the model'}: {candidate.describe()})"
 
 
-def _share(found: Fingerprint, reference: Fingerprint) -> str:
+def _format_distance(found: Fingerprint, reference: Fingerprint) -> str:
     if not reference.norm:
         return f"{found.distance(reference):.2g}, where it is 0"
     return f"{found.distance(reference) / reference.norm:.2g} of its norm"

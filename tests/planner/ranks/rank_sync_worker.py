@@ -274,7 +274,7 @@ def _fails_alone(model: nn.Module, fit: Callable[[], Any]) -> Callable[[], Any]:
 
     def call() -> None:
         if dist.get_rank() == 1:
-            with mock.patch.object(BlockBenchmark, "measured", measured):
+            with mock.patch.object(BlockBenchmark, "measure", measured):
                 fit()
         else:
             fit()

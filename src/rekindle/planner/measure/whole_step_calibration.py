@@ -1,8 +1,8 @@
-"""What blocks run alone do not show: how long they take together.
+"""Calibrates times of blocks that were run alone to the time of a whole step.
 
 Alone, a block is timed on a device that is kept busy, device and host apart. In a step it follows
-others, and an candidate that has the host do more may take longer than that tells. So one step runs
-with every block op by op, and what it takes longer than it should is added to them.
+other blocks, and a strategy that keeps the host busier may take longer than that. So one step runs
+with every block op by op, and its extra time is added to the candidates that go op by op.
 """
 
 from collections.abc import Callable
@@ -20,19 +20,19 @@ from rekindle.planner.types import Candidate, Profile
 from rekindle.strategy import Recompute, Selective
 
 
-def told_together(
+def calibrate_to_whole_step(
     model: nn.Module, profile: Profile, seconds_of_a_step: Callable[[], float]
 ) -> Profile:
-    """The profile, with candidates that go op by op as slow as a whole step by them is."""
+    """Return the profile, with candidates that go op by op as slow as a whole step by them."""
     leanest = _within_recompute_peak(profile)
     count = sum(isinstance(candidate.strategy, Selective) for candidate in leanest)
     if not count:
         return profile
     paths = (path for path, _ in profile.order)
-    ways = {
+    strategies = {
         path: what_of(candidate.strategy) for path, candidate in zip(paths, leanest, strict=True)
     }
-    apply(model, in_places(model, ways))
+    apply(model, in_places(model, strategies))
     try:
         taken = max(all_gather(seconds_of_a_step()))
     except torch.OutOfMemoryError:  # it holds more than with everything recomputed
@@ -41,41 +41,43 @@ def told_together(
         return profile
     finally:
         undo(model)
-    late = max(taken - simulate(profile, leanest).seconds, 0.0) / count
+    extra = max(taken - simulate(profile, leanest).seconds, 0.0) / count
     blocks = (
-        replace(block, candidates=tuple(_later(candidate, late) for candidate in block.candidates))
+        replace(
+            block, candidates=tuple(_slower(candidate, extra) for candidate in block.candidates)
+        )
         for block in profile.blocks
     )
     return replace(profile, blocks=tuple(blocks))
 
 
 SLACK = 0.05
-"""The share of what activations take with every block recomputed that profiling may add to it."""
+"""Share of the activations' peak, with every block recomputed, that profiling may add to it."""
 
 
 def _within_recompute_peak(profile: Profile) -> list[Candidate]:
-    """Options op by op for as many blocks as there is room for, recompute for the others.
+    """Return candidates op by op for as many blocks as there is room for, recompute for the others.
 
     The step may peak as high as one with every block recomputed, and a little: Note [What profiling
     may hold]. With less than a quarter of the blocks there is too little to tell from noise.
     """
     menus = [profile.candidates(i) for i in range(len(profile.order))]
-    recomputed = [next(each for each in menu if each.strategy == Recompute()) for menu in menus]
+    recomputing = [next(each for each in menu if each.strategy == Recompute()) for menu in menus]
     leanest = [_leanest(menu) for menu in menus]
-    room = simulate(profile, recomputed).peak - profile.static_bytes
+    room = simulate(profile, recomputing).peak - profile.static_bytes
     if profile.recompute_peak is not None:  # which was measured
         room = min(room, profile.recompute_peak - profile.static_bytes)
     limit = profile.static_bytes + (1 + SLACK) * room
     first = 0  # a replay is on top of less where those that hold more come later
     while first < len(menus) and (
-        simulate(profile, recomputed[:first] + leanest[first:]).peak > limit
+        simulate(profile, recomputing[:first] + leanest[first:]).peak > limit
     ):
         first += 1
-    return [] if 4 * first > 3 * len(menus) else recomputed[:first] + leanest[first:]
+    return [] if 4 * first > 3 * len(menus) else recomputing[:first] + leanest[first:]
 
 
 def _leanest(menu: tuple[Candidate, ...]) -> Candidate:
-    """The candidate that goes op by op and holds least; else the one that recomputes all."""
+    """Return the candidate that goes op by op and holds least; else the one that recomputes all."""
     still = [candidate for candidate in menu if not candidate.bytes_moved]
     selecting = [candidate for candidate in still if isinstance(candidate.strategy, Selective)]
     return min(
@@ -84,7 +86,8 @@ def _leanest(menu: tuple[Candidate, ...]) -> Candidate:
     )
 
 
-def _later(candidate: Candidate, seconds: float) -> Candidate:
+def _slower(candidate: Candidate, seconds: float) -> Candidate:
+    """Return a candidate that goes op by op with some more seconds; others as they are."""
     if not isinstance(candidate.strategy, Selective):
         return candidate
     return replace(

@@ -7,13 +7,14 @@ how many bytes of a block's input live no longer than its forward.
 
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
 
+from rekindle.planner.measure.cast_cache import as_activations, forward_in_ambient
 from rekindle.planner.measure.memory_meter import storages_of
 from rekindle.planner.measure.model_lock import for_this_thread
 from rekindle.planner.ranks.rank_sync import wait_for_all_ranks
@@ -39,6 +40,15 @@ class BlockCall:
     """Without the graphs behind them."""
     ambient: ambient.Ambient
     """The state around the call, such as autocast."""
+
+    def fresh_arguments(self) -> Arguments:
+        """Return the arguments as results of ops that no run of the block has used."""
+        args, kwargs = as_activations(without_graph(self.arguments))
+        return args, kwargs
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Enter the ambient state for one forward."""
+        return forward_in_ambient(self.ambient)
 
 
 @dataclass(frozen=True)

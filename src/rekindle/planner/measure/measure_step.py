@@ -1,4 +1,4 @@
-"""A step under a plan, run and measured."""
+"""Measures a training step under a plan: its peak, its time, and fingerprints of its gradients."""
 
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -16,34 +16,35 @@ from rekindle.planner.runtime import apply_plan
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Profile
 
-_LEARNING = 4
+_LEARNING_STEPS = 4
 """Steps after which offload has learnt what it can."""
 
 
-class Trial(NamedTuple):
-    """What a step under a plan took."""
+class MeasuredStep(NamedTuple):
+    """The figures of a step under a plan."""
 
     peak: int
+    """Bytes, static ones included."""
     seconds: float
     gradients: Fingerprints | None = None
-    """Its gradients, if they were asked for."""
+    """Fingerprints of its gradients, if they were asked for."""
 
 
-def try_out(
-    step: TrainingStep, plan: Plan, measured: Profile, *, with_gradients: bool = False
-) -> Trial:
+def measure_step(
+    step: TrainingStep, plan: Plan, profile: Profile, *, with_gradients: bool = False
+) -> MeasuredStep:
     """Run steps under a plan, and measure one; the model ends as it was, without the plan.
 
-    The step that is measured begins from the state that the model is in, and follows others that
-    offload has learnt from. The gradients are those of this step.
+    The step that is measured begins from the model's current state, and follows others that offload
+    has learnt from. The gradients are those of this step.
     """
     model = step.model
     device = compute_device(model)
-    is_free = device.type == "cuda"  # metering: then the steps that are timed are metered too
+    meters_freely = device.type == "cuda"  # then the steps that are timed are metered too
     with repeatable(step):
         apply_plan(model, plan)
         with preserve_buffers(model):
-            for _ in range(_LEARNING if plan.offloads else 1):
+            for _ in range(_LEARNING_STEPS if plan.offloads else 1):
                 step()
         torch.clear_autocast_cache()  # so that casts count which an autocast around `fit` holds
         gradients = None
@@ -54,11 +55,12 @@ def try_out(
             else:
                 step()
             peak = meter.peak()
-        with metered(device) if is_free else nullcontext(meter) as meter:
+        with metered(device) if meters_freely else nullcontext(meter) as meter:
             seconds = timed(step, device)
             # Fingerprints take some memory of the device, where a meter sees all there is.
-            peak = meter.peak() if is_free and with_gradients else max(peak, meter.peak())
+            of_gradients = meters_freely and with_gradients
+            peak = meter.peak() if of_gradients else max(peak, meter.peak())
         undo(model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return Trial(measured.static_bytes + peak, seconds, gradients)
+    return MeasuredStep(profile.static_bytes + peak, seconds, gradients)

@@ -1,17 +1,18 @@
-"""A block's forward as a graph: its ops, what they make, what autograd saves, and what ops cost.
+"""Traces a block's forward: its ops, what they make, what autograd saves, and what ops cost.
 
 Costs are estimated from arithmetic and bytes, not timed: which results are worth keeping must not
 depend on the moment.
 
-Views are not in it: what shows a value's memory stands for that value. What depends on parameters
-alone, such as their casts under autocast, counts as coming from outside. Ops have the numbers they
-have under a policy (`ctx.number`), and the addresses by which a plan finds them again.
+Views are no values of a trace: a view stands for the value whose memory it shows. Tensors that
+depend on parameters alone, such as casts under autocast, count as coming from outside. Ops have the
+numbers they have under a policy (`ctx.number`), and the addresses by which a plan finds them again.
 """
 
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle.offload.activation import Kept, unpack
 from rekindle.planner.devices import Device, seconds_of
+from rekindle.planner.trace.block_calls import BlockCall
 from rekindle.planner.types import BlockTrace, TracedOp, TracedValue
+from rekindle.regions.saved_indices import recomputable_indices
 from rekindle.regions.selective.op_addresses import (
     ModuleFinder,
     depends_on_parameters_alone,
@@ -38,41 +41,61 @@ from rekindle.torch_private.pytrees import tree_leaves
 from rekindle.torch_private.storages import storage_key
 
 _FIXED = -1
-"""In place of a value's index: a storage whose content parameters alone decide."""
+"""The index of storages whose content depends on parameters alone."""
+
+
+def trace_block(call: BlockCall, device: Device) -> BlockTrace:
+    """Return the trace of a block's forward, with the costs of its ops on a device.
+
+    The forward runs three times: to have kernels chosen and loaded, to be recorded, and to see
+    which saved tensors one op makes again.
+    """
+    args, kwargs = call.fresh_arguments()
+    forward = partial(call.block, *args, **kwargs)
+    with call.entered():
+        forward()
+    with call.entered():
+        trace = record(forward, device, call.block)
+    args, kwargs = call.fresh_arguments()
+    with call.entered():
+        recomputable = recomputable_indices(
+            partial(call.block, *args, **kwargs), len(trace.saved_tensors)
+        )
+    return replace(trace, recomputable=recomputable)
 
 
 @dataclass
 class _Builder:
-    """The graph so far. Storages are known weakly: it holds none of what the block makes."""
+    """The trace so far. It refers to storages weakly, and so holds nothing that the block makes."""
 
     ops: list[TracedOp] = field(default_factory=list)
     values: list[TracedValue] = field(default_factory=list)
     saves: list[int | None] = field(default_factory=list)
     changed: set[int] = field(default_factory=set)
     _known: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    """Index of each storage's value, by key; with a weak reference, so that the key stays its own.
+    """The index of each storage's value, by key, with a weak reference that keeps the key unique.
 
     A storage's object outlives its bytes as long as a weak reference to it does.
     """
 
     def find(self, tensor: Tensor) -> int | None:
-        """The index of the value that a tensor is, or shows; None if it comes from outside."""
+        """Return the index of the value that a tensor is, or shows; None if it is from outside."""
         index = self._index(tensor)
         return None if index == _FIXED else index
 
     def is_fixed(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter, or parameters alone decide its content."""
+        """Return whether a tensor is a parameter, or depends on parameters alone."""
         return is_parameter(tensor) or self._index(tensor) == _FIXED
 
     def add(self, tensor: Tensor, maker: int | None) -> int:
-        """A new value, made by an op."""
+        """Add a value that an op made, and return its index."""
         index = len(self.values)
         self.values.append(TracedValue(_nbytes(tensor), maker))
         self._enter(tensor, index)
         return index
 
     def fix(self, tensor: Tensor) -> None:
-        """Note that parameters alone decide a tensor's content."""
+        """Note that a tensor depends on parameters alone."""
         if self._index(tensor) is None:
             self._enter(tensor, _FIXED)
 
@@ -88,7 +111,7 @@ class _Builder:
         self._known[_key(tensor)] = weak, index
 
 
-class _GraphMode(TorchDispatchMode):
+class _OpRecorder(TorchDispatchMode):
     """Records ops with their costs."""
 
     supports_higher_order_operators = True
@@ -110,7 +133,7 @@ class _GraphMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is ASKS_DEVICE or is_traced():  # the latter: by an op, which is what the block runs
+        if func is ASKS_DEVICE or is_traced():  # traced: inside of an op that the block runs
             return func(*args, **kwargs)
         kind = kind_of(func)
         again = can_be_run_again(kind, args, kwargs)
@@ -152,10 +175,10 @@ class _GraphMode(TorchDispatchMode):
 def record(
     forward: Callable[[], Any], device: Device, block: nn.Module | None = None
 ) -> BlockTrace:
-    """The graph of a block's forward, which runs once, with what its ops cost on a device.
+    """Run a forward once, and return its trace, with the costs of its ops on a device.
 
     With the block, ops have addresses in it. Nothing is held that a plain forward does not hold,
-    and nothing stays.
+    and nothing afterwards.
     """
     built = _Builder()
 
@@ -165,7 +188,7 @@ def record(
         # Not the tensor itself: a node that saves its own output would hold itself.
         return past_modes(Kept, tensor)
 
-    mode = _GraphMode(built, device, block)
+    mode = _OpRecorder(built, device, block)
     with saved_tensors_hooks(pack, unpack), mode:
         out = forward()
     del out
@@ -183,7 +206,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 def _is_collective(func: Any, given: list[Tensor]) -> bool:
-    """Whether an op sends something to other ranks, or may do so, as those of a `DTensor`."""
+    """Return whether an op communicates with other ranks, or may, as those of a `DTensor`."""
     if getattr(func, "namespace", None) in _COLLECTIVES:
         return True
     return any(hasattr(tensor, "device_mesh") for tensor in given if type(tensor) is not Tensor)

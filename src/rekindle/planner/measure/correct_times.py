@@ -1,9 +1,9 @@
-"""Times that cannot be are measured again, and then taken to be the least that can.
+"""Corrects measured times that cannot be.
 
-Every candidate of a block runs all that the plain block runs, and more. One that was measured to be
-faster met a quick moment, or the plain block a slow one. Then all of its candidates are timed
-again, in turns, so that a slow moment meets all of them; what is impossible still is raised to the
-plain block's time. So no plan is predicted to be faster than no plan.
+Every candidate of a block runs all that the plain block runs, and more. A candidate that was
+measured to be faster ran at a quick moment, or the plain block at a slow one. Then all candidates
+of the block are timed again, in turns, so that a slow moment meets all of them; a time that is
+still too short is raised to the plain block's. So no plan is predicted to be faster than no plan.
 """
 
 from collections.abc import Callable
@@ -13,22 +13,22 @@ from rekindle.planner.ranks.rank_sync import all_gather
 from rekindle.planner.types import Candidate
 
 TimeAgain = Callable[[list[Candidate]], list[Candidate]]
-"""Times candidates once more, in turns: the same candidates with the least that was seen."""
+"""Times candidates once more, in turns, and returns them with the shortest times so far."""
 
 
-def plausible(candidates: list[Candidate], time_again: TimeAgain) -> list[Candidate]:
-    """A block's candidates, of which the first keeps all, with times that can be.
+def correct_times(candidates: list[Candidate], time_again: TimeAgain) -> list[Candidate]:
+    """Return a block's candidates, of which the first keeps all, with times that can be.
 
     All ranks time theirs again if one has to. A rank that has not run the block has no candidates.
     """
     is_odd = any(_is_too_fast(candidate, candidates[0]) for candidate in candidates)
     if any(all_gather(is_odd)) and candidates:
         candidates = time_again(candidates)
-    return [at_least(candidate, candidates[0]) for candidate in candidates]
+    return [no_faster_than(candidates[0], candidate) for candidate in candidates]
 
 
 def _is_too_fast(candidate: Candidate, keep: Candidate) -> bool:
-    """Whether an candidate takes less than the plain block, by more than both were uncertain."""
+    """Return whether a candidate is faster than the plain block, by more than both are noisy."""
     noise = candidate.seconds_noise + keep.seconds_noise
     device = keep.forward_seconds + keep.backward_seconds
     host = keep.forward_host_seconds + keep.backward_host_seconds
@@ -38,8 +38,8 @@ def _is_too_fast(candidate: Candidate, keep: Candidate) -> bool:
     )
 
 
-def at_least(candidate: Candidate, keep: Candidate) -> Candidate:
-    """An candidate with the plain block's times where its own are less."""
+def no_faster_than(keep: Candidate, candidate: Candidate) -> Candidate:
+    """Return a candidate with the plain block's times where its own are shorter."""
     return replace(
         candidate,
         forward_seconds=max(candidate.forward_seconds, keep.forward_seconds),

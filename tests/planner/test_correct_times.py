@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.planner import profile_model
-from rekindle.planner.measure.plausible import plausible
+from rekindle._api import planning
+from rekindle.planner.measure.correct_times import correct_times
 from rekindle.planner.measure.timing import DeviceClock
+from rekindle.planner.profile_model import bench_for
 from rekindle.planner.types import BlockProfile, Candidate, Profile
 from rekindle.strategy import Keep, Recompute
 from tests.toys import Stack
@@ -30,7 +31,7 @@ def refuse(_options: list[Candidate]) -> list[Candidate]:
 
 
 def test_times_that_can_be_are_left_alone() -> None:
-    assert plausible([KEEP, SLOW], refuse) == [KEEP, SLOW]
+    assert correct_times([KEEP, SLOW], refuse) == [KEEP, SLOW]
 
 
 def test_a_recompute_that_is_faster_than_to_keep_is_measured_again_with_all_others() -> None:
@@ -40,25 +41,25 @@ def test_a_recompute_that_is_faster_than_to_keep_is_measured_again_with_all_othe
         asked.append(options)
         return [replace(options[0], backward_seconds=1.0), *options[1:]]
 
-    found = plausible([KEEP, FAST], again)
+    found = correct_times([KEEP, FAST], again)
     assert asked == [[KEEP, FAST]]
     assert found == [replace(KEEP, backward_seconds=1.0), FAST]
 
 
 def test_what_is_impossible_still_takes_as_long_as_to_keep() -> None:
-    keep, recompute = plausible([KEEP, FAST], list)
+    keep, recompute = correct_times([KEEP, FAST], list)
     assert keep == KEEP
     assert (recompute.forward_seconds, recompute.backward_seconds) == (1.0, 2.0)
 
 
 def test_within_the_noise_nothing_is_measured_again() -> None:
     near = replace(FAST, seconds_noise=0.6)
-    assert plausible([KEEP, near], refuse)[1].backward_seconds == 2.0
+    assert correct_times([KEEP, near], refuse)[1].backward_seconds == 2.0
 
 
 def test_the_host_is_floored_too() -> None:
     keep = replace(KEEP, forward_host_seconds=0.5, backward_host_seconds=0.5)
-    found = plausible(
+    found = correct_times(
         [keep, replace(SLOW, forward_host_seconds=0.1, backward_host_seconds=0.7)], list
     )
     assert (found[1].forward_host_seconds, found[1].backward_host_seconds) == (0.5, 0.7)
@@ -80,8 +81,8 @@ def test_no_option_is_predicted_to_be_faster_than_no_plan_whatever_the_clock_say
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
-    bench = replace(profile_model.bench_of(cpu), clock=_Moody(cpu, seed))
-    monkeypatch.setattr(profile_model, "bench_of", lambda *_: bench)
+    bench = replace(bench_for(cpu), clock=_Moody(cpu, seed))
+    monkeypatch.setattr(planning, "bench_for", lambda *_: bench)
     profile = rekindle.profile(Stack(3, 16), torch.randn(32, 16))
     count = len(profile.order)
     keep = [option for option in profile.blocks[0].candidates if option.strategy == Keep()]
@@ -104,7 +105,7 @@ def test_a_plan_of_an_impossible_profile_is_not_printed_as_faster_than_no_plan()
     assert "(1.00x without a plan)" in str(replace(plan, plain_time=9.0))  # of an older file
 
 
-def test_a_measured_step_that_is_faster_than_a_plain_one_shows_that_the_plain_one_was_wrong() -> (
+def test_a_measure_step_that_is_faster_than_a_plain_one_shows_that_the_plain_one_was_wrong() -> (
     None
 ):
     plan = plan_of(SLOW).measured(1, 2.0)

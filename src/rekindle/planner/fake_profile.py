@@ -13,7 +13,7 @@ from rekindle.modules.unwrapping import class_name
 from rekindle.planner.devices import Device, OpClock, device_named, device_of, known_devices
 from rekindle.planner.loss import Loss
 from rekindle.planner.measure.static_memory import optimizer_bytes
-from rekindle.planner.profile_model import Bench, measure
+from rekindle.planner.profile_model import Bench, profile_model
 from rekindle.planner.trace.fake_tensors import (
     CPU,
     is_without_memory,
@@ -40,7 +40,7 @@ def fake_profile(
     device = _device(model, like)
     with with_fake_tensors(model, batch, as_on=device.name) as given, OpClock(device) as clock:
         bench = Bench(CPU, device.name, clock, device.bytes_per_second)
-        return measure(model, given, optimizer_bytes(optimizer), bench, loss)
+        return profile_model(model, given, optimizer_bytes(optimizer), bench, loss)
 
 
 def _fake_profile_by(
@@ -59,7 +59,7 @@ def _fake_profile_by(
         )
     with with_fake_tensors(model, batch, as_on=like.device) as given, OpClock(_TIMELESS) as clock:
         bench = Bench(CPU, like.device, clock, like.bytes_per_second, known=like)
-        found = measure(model, given, optimizer_bytes(optimizer), bench, loss)
+        found = profile_model(model, given, optimizer_bytes(optimizer), bench, loss)
         return replace(found, rest_seconds=like.rest_seconds)
 
 

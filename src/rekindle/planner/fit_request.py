@@ -1,0 +1,41 @@
+"""The request of a `fit`, kept so that the model can be fitted again to larger calls."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from rekindle.planner.loss import Loss
+
+VerifyLevel: TypeAlias = Literal["auto", "gradients", "peak"]
+"""The checks of a plan: its peak alone; its gradients too; or these if a step is short enough."""
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """The arguments of a `fit`, in the form in which they apply to larger calls of the model."""
+
+    budget: int | str
+    optimizer_bytes: int
+    rest_peak: int
+    """Bytes that the head and a loss outside the model take; 0 if the model is the step."""
+    output_held: int = 0
+    """Bytes of the output that stay until the backward has ended."""
+    spill: bool = False
+    """True if results are moved to disk."""
+    loss: Loss | None = None
+    """The loss that was given."""
+    verify: VerifyLevel = "auto"
+
+    def scaled(self, elements: int, before: int) -> "FitRequest":
+        """Return the request for a larger call, whose parts outside the model grow as inputs do."""
+        return replace(
+            self,
+            rest_peak=self.rest_peak * elements // before,
+            output_held=self.output_held * elements // before,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the loss, which may be any function: a pickle of the model goes without it."""
+        return {**vars(self), "loss": None}
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "FitRequest":
+        return self
