@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from rekindle.offload.context import _engines
+from rekindle.offload.owners import forget_shared
 from rekindle.offload.tiers.spill_file import SpillFile
 from rekindle.planner.measure import timing
 
@@ -125,9 +125,9 @@ def fixed_seed() -> None:
 
 
 @pytest.fixture
-def new_engines() -> None:
-    """Nothing was learnt of any step, and no room is set aside."""
-    _engines.clear()
+def new_offloaders() -> None:
+    """No `with rekindle.offload(...)` has learnt of any step, or has memory set aside."""
+    forget_shared()
 
 
 @pytest.fixture

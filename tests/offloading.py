@@ -1,4 +1,4 @@
-"""What tests of offload through the disk tier share; its fixtures are in conftest."""
+"""Helpers for tests of offload by the disk tier; its fixtures are in conftest."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 import rekindle
-from rekindle.offload.context import _engines
+from rekindle.offload.device_offloader import DeviceOffloader
+from rekindle.offload.owners import shared_offloaders
 from tests.toys import assert_same_step
 
 STEPS = 4
-"""The engine learns in the first steps; the others show what it learnt."""
+"""An offloader learns in the first steps; the others show what it learnt."""
 
 
 def spilling(**options: Any) -> rekindle.Offload:
@@ -96,7 +97,9 @@ def looked_at(make: Callable[[], tuple[Tensor, ...]], **options: Any) -> list[tu
     return seen
 
 
-def only_lane() -> Any:
-    (engine,) = _engines.values()
-    (lane,) = engine._lanes.values()
-    return lane
+def only_offloader() -> DeviceOffloader:
+    """Returns the one device offloader that there is; see the fixture `new_offloaders`."""
+    (offloader,) = shared_offloaders()
+    (found,) = offloader.by_device.values()
+    assert found is not None
+    return found

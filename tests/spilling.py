@@ -1,4 +1,4 @@
-"""What tests of the disk tier share: a chain of activations, an engine to look into, programs."""
+"""Helpers for tests of the disk tier: a chain of activations, its offloader, programs."""
 
 import errno
 import gc
@@ -20,9 +20,9 @@ from torch import Tensor
 
 import rekindle
 from rekindle.offload.activation import Activation
-from rekindle.offload.context import engine_of
-from rekindle.offload.device_offloader import Lane
-from rekindle.offload.step_activations import Step
+from rekindle.offload.device_offloader import DeviceOffloader
+from rekindle.offload.owners import shared_offloader
+from rekindle.offload.step_activations import StepActivations
 from rekindle.offload.tiers.disk import DiskTier
 from rekindle.offload.tiers.spill_file import SpillFile
 from rekindle.offload.tiers.workers import workers
@@ -55,7 +55,7 @@ def plain_gradient(x: Tensor, depth: int = DEPTH) -> Tensor:
 
 @dataclass
 class Spill:
-    """One directory, the way into it, and the engine behind that."""
+    """One directory, a context that offloads to it, and the offloader behind that."""
 
     directory: Path
     offload: rekindle.Offload
@@ -69,15 +69,15 @@ class Spill:
         return found
 
     @property
-    def lane(self) -> Lane:
-        lane = engine_of(self.offload.options)._lanes[torch.device("cpu")]
-        assert lane is not None
-        return lane
+    def offloader(self) -> DeviceOffloader:
+        offloader = shared_offloader(self.offload.strategy).by_device[torch.device("cpu")]
+        assert offloader is not None
+        return offloader
 
     @property
-    def step(self) -> Step:
-        assert self.lane._step is not None, "nothing was saved yet"
-        return self.lane._step
+    def step(self) -> StepActivations:
+        assert self.offloader._step is not None, "nothing was saved yet"
+        return self.offloader._step
 
     @property
     def activations(self) -> list[Activation]:
@@ -86,7 +86,7 @@ class Spill:
 
     @property
     def file(self) -> SpillFile:
-        tier = self.lane.tier
+        tier = self.offloader.tier
         assert isinstance(tier, DiskTier)
         return tier.file
 

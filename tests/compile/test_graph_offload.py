@@ -14,7 +14,7 @@ from rekindle.regions.selective.decisions import Decision
 from tests.graphs import TORCHS_WARNINGS, WEIGHT, Graphs, product
 from tests.toys import leaf
 
-pytestmark = [*TORCHS_WARNINGS, pytest.mark.usefixtures("new_engines")]
+pytestmark = [*TORCHS_WARNINGS, pytest.mark.usefixtures("new_offloaders")]
 
 
 def by_policy(policy: Any, monkeypatch: pytest.MonkeyPatch, region: Any = product) -> Graphs:

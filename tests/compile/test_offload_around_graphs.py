@@ -11,7 +11,7 @@ from rekindle import policies
 from tests.graphs import BOTH_BACKENDS, TORCHS_WARNINGS, WEIGHT, product
 from tests.toys import Stack, assert_same_step, leaf
 
-pytestmark = [*TORCHS_WARNINGS, pytest.mark.usefixtures("new_engines")]
+pytestmark = [*TORCHS_WARNINGS, pytest.mark.usefixtures("new_offloaders")]
 
 
 SPILLED = policies.spill("aten::mm")

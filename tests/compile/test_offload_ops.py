@@ -12,7 +12,7 @@ from rekindle.compile.offload_ops import tickets_alive
 from tests.graphs import BOTH_BACKENDS, TORCHS_WARNINGS, WEIGHT, product
 from tests.toys import Block, assert_same_step, leaf
 
-pytestmark = [*TORCHS_WARNINGS, pytest.mark.usefixtures("new_engines")]
+pytestmark = [*TORCHS_WARNINGS, pytest.mark.usefixtures("new_offloaders")]
 
 
 SPILLED = policies.spill("aten::mm")

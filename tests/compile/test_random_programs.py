@@ -30,14 +30,14 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", range(1, 10))
 def test_a_random_program_takes_the_same_steps_compiled_with_regions_and_without(
-    seed: int, new_engines: None, written_at_once: None
+    seed: int, new_offloaders: None, written_at_once: None
 ) -> None:
     source = source_of(seed)
     assert not differences(source), str(source)
 
 
 def test_a_random_program_takes_the_same_steps_under_inductor(
-    new_engines: None, written_at_once: None
+    new_offloaders: None, written_at_once: None
 ) -> None:
     source = source_of(INDUCTOR, "inductor")
     assert differences(source, "inductor") == [], str(source)

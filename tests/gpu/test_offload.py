@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import rekindle
-from rekindle.offload.context import _engines
-from rekindle.offload.device_offloader import Lane
+from rekindle.offload.device_offloader import DeviceOffloader
+from rekindle.offload.owners import forget_shared, shared_offloaders
 from rekindle.offload.tiers import host, pinned
 from tests.toys import same_bits
 
@@ -25,9 +25,9 @@ SLEEP = 200_000
 
 @pytest.fixture(autouse=True)
 def engines_of_its_own() -> Iterator[None]:
-    _engines.clear()
+    forget_shared()
     yield
-    _engines.clear()
+    forget_shared()
     gc.collect()
 
 
@@ -98,10 +98,9 @@ def assert_steps_agree(
             between()
 
 
-def only_lane() -> Lane:
-    lanes = [lane for engine in _engines.values() for lane in engine._lanes.values() if lane]
-    assert len(lanes) == 1
-    return lanes[0]
+def only_offloader() -> DeviceOffloader:
+    (found,) = [each for one in shared_offloaders() for each in one.by_device.values() if each]
+    return found
 
 
 @pytest.mark.parametrize("quota", ["auto", 0.4, 1.0, 100_000])
@@ -217,7 +216,7 @@ def test_the_pool_does_not_grow_after_the_second_step(quota: Any) -> None:
             x,
             8,
             lambda: offload,
-            lambda sizes=sizes: sizes.append(only_lane().tier.pool_bytes),
+            lambda sizes=sizes: sizes.append(only_offloader().tier.pool_bytes),
         )
         assert sizes[2:] == sorted(sizes[2:], reverse=True)
         assert max(sizes) == max(sizes[:2])
@@ -245,7 +244,7 @@ def test_the_pool_does_not_grow_after_the_first_step() -> None:
         x,
         6,
         lambda: rekindle.offload(quota=1.0, min_bytes=KIB),
-        lambda: sizes.append(only_lane().tier.pool_bytes),
+        lambda: sizes.append(only_offloader().tier.pool_bytes),
     )
     assert sizes == [sizes[0]] * 6
 
@@ -257,7 +256,7 @@ def test_varying_batches_share_the_pool_of_the_largest() -> None:
     for rows in (40_000, 30_000, 12_345, 40_000, 777, 39_999):
         x = torch.randn(rows, 64, device="cuda", requires_grad=True)
         assert_steps_agree(net, x, 1, lambda: offload)
-        sizes.append(only_lane().tier.pool_bytes)
+        sizes.append(only_offloader().tier.pool_bytes)
     assert sizes == [sizes[0]] * 6
 
 
@@ -266,7 +265,7 @@ def test_trim_gives_the_pool_back() -> None:
     offload = rekindle.offload(quota=1.0, min_bytes=KIB)
     assert_steps_agree(net, x, 3, lambda: offload)
     offload.trim()
-    assert only_lane().tier.pool_bytes == 0
+    assert only_offloader().tier.pool_bytes == 0
     assert_steps_agree(net, x, 2, lambda: offload)
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rekindle
 from rekindle import observation, policies
 from rekindle.modules.forward import put
-from rekindle.offload.context import living_engines
+from rekindle.offload.offloader import living_offloaders
 from rekindle.offload.tiers.workers import workers
 from rekindle.regions.recompute import ambient
 from rekindle.regions.selective import recorder as recording
@@ -306,12 +306,12 @@ class Trainer:
         """Room on disk that is still taken when nothing is saved any more."""
         self._loss = None
         self.model.zero_grad(set_to_none=True)
-        if not any(True for _ in living_engines()):
+        if not any(True for _ in living_offloaders()):
             return []
         gc.collect()
         workers.wait_until_idle()
-        for engine in living_engines():
+        for engine in living_offloaders():
             engine.trim()
-        lanes = [lane for engine in living_engines() for lane in engine._lanes.values() if lane]
-        sizes = [lane.tier.pool_bytes for lane in lanes]
+        devices = [each for one in living_offloaders() for each in one.by_device.values() if each]
+        sizes = [each.tier.pool_bytes for each in devices]
         return [f"{size} bytes of disk stay taken" for size in sizes if size]

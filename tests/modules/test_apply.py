@@ -165,7 +165,7 @@ def test_offload_leaves_what_is_in_host_memory_where_it_is() -> None:
     assert (seen.total, seen.offload.tensors_out, seen.spill.tensors_out) == (Counts(), 0, 0)
 
 
-@pytest.mark.usefixtures("new_engines", "written_at_once")
+@pytest.mark.usefixtures("new_offloaders", "written_at_once")
 def test_spill_sends_large_activations_to_disk() -> None:
     """Of the five of each chain of linear layers, of 1 MiB each, the last two stay."""
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(6)])
@@ -179,7 +179,7 @@ def test_spill_leaves_small_activations_where_they_are() -> None:
     assert seen_with("spill").spill.tensors_out == 0
 
 
-@pytest.mark.usefixtures("new_engines", "written_at_once")
+@pytest.mark.usefixtures("new_offloaders", "written_at_once")
 def test_offload_with_options_does_what_they_say(tmp_path: Path) -> None:
     option = rekindle.offload(tier="disk", directory=tmp_path, quota=1.0, min_bytes=HIDDEN)
     spilled = seen_with(option).spill
@@ -295,7 +295,7 @@ def test_what_is_kept_inside_a_recomputed_block_is_not_run_again() -> None:
     assert counts == times(PER_BLOCK["the Mlp kept"])
 
 
-@pytest.mark.usefixtures("new_engines", "written_at_once")
+@pytest.mark.usefixtures("new_offloaders", "written_at_once")
 @pytest.mark.parametrize("what", ["spill", SPILL, policies.spill()], ids=str)
 def test_what_is_spilled_inside_a_recomputed_block_goes_and_comes_back(what: What) -> None:
     """The Mlp's two of each block go, but for the last two of the step."""
@@ -321,7 +321,7 @@ def test_a_part_of_one_block_only_has_its_own_fate() -> None:
     assert counts == times(PER_BLOCK["recompute"], 2) + PER_BLOCK["the Mlp kept"]
 
 
-@pytest.mark.usefixtures("new_engines", "written_at_once")
+@pytest.mark.usefixtures("new_offloaders", "written_at_once")
 def test_what_is_recomputed_inside_a_spilled_block_is_dropped_and_not_spilled() -> None:
     seen = seen_with({"blocks.*": SPILL, "blocks.*.mlp": "recompute"})
     assert seen.total.replays == BLOCKS
@@ -331,20 +331,20 @@ def test_what_is_recomputed_inside_a_spilled_block_is_dropped_and_not_spilled() 
     assert seen.spill.bytes_in == seen.spill.bytes_out
 
 
-@pytest.mark.usefixtures("new_engines", "written_at_once")
+@pytest.mark.usefixtures("new_offloaders", "written_at_once")
 def test_what_is_kept_inside_a_spilled_block_is_not_spilled() -> None:
     """The Mlp's are 2 * HIDDEN in each block, and its input is the norm's result."""
     what = {"blocks.*": SPILL, "blocks.*.mlp": "keep"}
     assert seen_with(what).spill.bytes_out <= BLOCKS * (X + NORM)
 
 
-@pytest.mark.usefixtures("new_engines", "written_at_once")
+@pytest.mark.usefixtures("new_offloaders", "written_at_once")
 def test_nothing_is_spilled_where_all_parts_of_a_spilled_model_are_kept() -> None:
     model = nn.Sequential(*[Mlp() for _ in range(4)])
     assert seen_with({"": SPILL, "*": "keep"}, model).spill.tensors_out == 0
 
 
-@pytest.mark.usefixtures("new_engines", "written_at_once")
+@pytest.mark.usefixtures("new_offloaders", "written_at_once")
 def test_what_is_spilled_inside_a_kept_block_is_spilled() -> None:
     model = nn.Sequential(*[nn.Sequential(Mlp(), Mlp(), Mlp()) for _ in range(2)])
     assert seen_with({"*": "keep", "*.*": SPILL}, model).spill.tensors_out > 0
@@ -430,7 +430,7 @@ def test_a_part_has_its_fate_where_the_model_is_a_part_of_another() -> None:
     assert step(model).total == times(PER_BLOCK["the Mlp kept"])
 
 
-@pytest.mark.usefixtures("new_engines", "written_at_once")
+@pytest.mark.usefixtures("new_offloaders", "written_at_once")
 def test_options_of_offload_inside_a_recomputed_block_count_or_are_refused() -> None:
     what: dict[str, What] = {
         "blocks.*": "recompute",

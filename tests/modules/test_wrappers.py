@@ -231,7 +231,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
 
 
-@pytest.mark.usefixtures("new_engines", "written_at_once")
+@pytest.mark.usefixtures("new_offloaders", "written_at_once")
 def test_activations_are_offloaded_and_no_parameter_is(layers: nn.Sequential) -> None:
     """Field note 20. Of the inputs of eight layers, the batch stays and what is wanted first."""
     model = spill_wrapper(layers)
@@ -241,7 +241,7 @@ def test_activations_are_offloaded_and_no_parameter_is(layers: nn.Sequential) ->
     assert (seen.spill.tensors_in, seen.spill.bytes_in) == (5, 5 * 16 * 64 * 4)
 
 
-@pytest.mark.usefixtures("new_engines", "written_at_once")
+@pytest.mark.usefixtures("new_offloaders", "written_at_once")
 def test_wrapped_layers_offload_what_one_wrapper_around_them_does(layers: nn.Sequential) -> None:
     """They are one step of one engine."""
     model = nn.Sequential(*map(spill_wrapper, layers))
@@ -250,7 +250,7 @@ def test_wrapped_layers_offload_what_one_wrapper_around_them_does(layers: nn.Seq
     assert seen.spill.tensors_out == 5
 
 
-@pytest.mark.usefixtures("new_engines")
+@pytest.mark.usefixtures("new_offloaders")
 def test_a_region_in_an_offloaded_module_trains_as_plain() -> None:
     block, x = Block(dim=64, drop=0.2), leaf(16, 64)
     both = spill_wrapper(nn.Sequential(nn.Tanh(), checkpoint_wrapper(block), nn.Tanh(), nn.Tanh()))
@@ -258,7 +258,7 @@ def test_a_region_in_an_offloaded_module_trains_as_plain() -> None:
     assert_same_step(lambda: plain(x), lambda: both(x), [x, *block.parameters()])
 
 
-@pytest.mark.usefixtures("new_engines")
+@pytest.mark.usefixtures("new_offloaders")
 def test_an_offloaded_module_in_a_region_trains_as_plain() -> None:
     block, x = Block(dim=64, drop=0.2), leaf(16, 64)
     both = checkpoint_wrapper(spill_wrapper(block))
@@ -338,7 +338,7 @@ def test_a_compiled_wrapper_is_recomputed_in_the_backward_graph() -> None:
     assert [t.shape for t in saved if t.data_ptr() not in known] == []
 
 
-@pytest.mark.usefixtures("fresh_compiler", "new_engines", "written_at_once")
+@pytest.mark.usefixtures("fresh_compiler", "new_offloaders", "written_at_once")
 def test_a_compiled_module_in_an_offload_wrapper_is_offloaded(layers: nn.Sequential) -> None:
     model = spill_wrapper(torch.compile(layers, backend="aot_eager"))
     with rekindle.observe() as seen:

@@ -21,15 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import rekindle
-from rekindle.offload.context import _engines
+from rekindle.offload.owners import forget_shared
 from rekindle.offload.tiers.spill_file import SpillFile
 from rekindle.torch_private.autograd_graph import saved_by
-from tests.offloading import STEPS, leaf, spilling
+from tests.offloading import STEPS, leaf, only_offloader, spilling
 from tests.programs import MODES, Mode, Program, differences, format_program, programs
 from tests.programs import run as run_program
 from tests.toys import Block, Mlp, Stack, assert_same_step, gradients, same_bits
 
-pytestmark = pytest.mark.usefixtures("new_engines", "written_at_once")
+pytestmark = pytest.mark.usefixtures("new_offloaders", "written_at_once")
 
 
 def padded(x: Tensor) -> Tensor:
@@ -582,16 +582,15 @@ def test_a_graph_thrown_away_is_no_part_of_the_step_after_it(
     x = leaf(16)
     with spilling():
         padded(x.sin())
-    (lane,) = next(iter(_engines.values()))._lanes.values()
-    assert lane is not None
-    leaving: list[Any] = [departure.copy for departure in lane._leaving._queue]
+    offloader = only_offloader()
+    leaving: list[Any] = [each.copy for each in offloader._copy_outs.queue._queue]
     may_go.set()
     for copy in leaving:
         copy._writing.wait()
     with spilling():
         loss = padded(x).sum()
-    assert lane._step is not None
-    assert lane._step.sizes == [64] * 3
+    assert offloader._step is not None
+    assert offloader._step.sizes == [64] * 3
     loss.backward()
 
 
@@ -726,7 +725,7 @@ def test_what_was_fetched_is_let_go_when_backward_fails() -> None:
         loss.backward(retain_graph=True)
     activation = saved_by(fetched.grad_fn, "self").activation
     assert activation.copy is not None
-    assert activation.here is None
+    assert activation.data is None
 
 
 def test_hooks_are_put_back_after_an_exception() -> None:
@@ -1091,7 +1090,7 @@ FEW = settings(
 @FEW
 @given(programs({"offloaded": Mode(offloaded)}))
 def test_random_programs_with_offloaded_regions_end_as_plain(program: Program) -> None:
-    _engines.clear()
+    forget_shared()
     modes = {"offloaded": Mode(offloaded)}
     assert_ends_as_plain(program, lambda: outcome(program, plain=False, modes=modes), modes)
 
@@ -1099,7 +1098,7 @@ def test_random_programs_with_offloaded_regions_end_as_plain(program: Program) -
 @FEW
 @given(programs())
 def test_random_programs_that_are_offloaded_whole_end_as_plain(program: Program) -> None:
-    _engines.clear()
+    forget_shared()
     assert_ends_as_plain(program, lambda: offloaded(outcome, program, plain=True))
 
 
@@ -1109,7 +1108,7 @@ def test_random_programs_of_checkpointed_regions_that_are_offloaded_whole_end_as
     program: Program,
 ) -> None:
     """Regions may run what plain autograd refuses, with offload or without."""
-    _engines.clear()
+    forget_shared()
     if outcome(program, plain=True) is not None:
         assert_ends_as_plain(program, lambda: offloaded(outcome, program, plain=False))
 

@@ -25,13 +25,13 @@ from tests.offloading import (
     assert_plain_gradients,
     chain,
     leaf,
-    only_lane,
+    only_offloader,
     padded,
     spilling,
 )
 from tests.toys import assert_same_step, gradients, same_bits
 
-pytestmark = pytest.mark.usefixtures("new_engines", "written_at_once")
+pytestmark = pytest.mark.usefixtures("new_offloaders", "written_at_once")
 
 
 class Gates(nn.Module):
@@ -204,22 +204,22 @@ def test_a_copy_that_was_given_up_does_not_let_go_of_newer_bytes(
     with spilling(quota=STORAGE, derive=False):
         a, b, _ = x.repeat(1, 3).unsafe_chunk(3, 1)
         out = chain(a.sigmoid_(), 8)
-        lane = only_lane()
-        (first,) = [d.copy for d in lane._leaving._queue if d.nbytes == STORAGE]
+        offloader = only_offloader()
+        (first,) = [d.copy for d in offloader._copy_outs.queue._queue if d.nbytes == STORAGE]
         saved = saved_by(b.tanh_().grad_fn, "result")
         activation = saved.activation
         assert activation.copy is None
-        lane._send(activation)
+        offloader._copy_outs._begin(activation)
     first_may_go.set()
     first._writing.wait()
-    assert activation.here is not None
+    assert activation.data is not None
     second_may_go.set()
     activation.copy._writing.wait()
     expected = b.detach().clone()
     before = saved_by(a.grad_fn, "result")
     expected_before = a.detach().clone()
     del a, b, out
-    assert activation.here is None
+    assert activation.data is None
     assert same_bits(saved.get(), expected)
     assert same_bits(before.get(), expected_before)
 

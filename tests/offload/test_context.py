@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rekindle
-from rekindle.offload.context import engine_of
+from rekindle.offload.owners import shared_offloader
+from rekindle.offload.residency import AWAY
 from rekindle.offload.tiers.spill_file import SpillFile
 from rekindle.torch_private.autograd_graph import saved_by
 from tests.offloading import (
@@ -21,14 +22,14 @@ from tests.offloading import (
     leaf,
     looked_at,
     moved,
-    only_lane,
+    only_offloader,
     padded,
     spilling,
     traffic_of,
 )
 from tests.toys import Stack, same_bits
 
-pytestmark = pytest.mark.usefixtures("new_engines", "written_at_once")
+pytestmark = pytest.mark.usefixtures("new_offloaders", "written_at_once")
 
 
 def test_of_a_chain_all_but_the_last_two_are_moved_in_every_step() -> None:
@@ -106,7 +107,7 @@ def test_the_first_step_moves_no_more_than_the_quota_in_bytes() -> None:
 def test_one_byte_and_everything_are_two_quotas() -> None:
     """1 == 1.0 in Python, also as a key: their engines must not be one."""
     one, everything = spilling(quota=1), spilling(quota=1.0)
-    assert engine_of(one.options) is not engine_of(everything.options)
+    assert shared_offloader(one.strategy) is not shared_offloader(everything.strategy)
 
 
 def test_a_quota_of_everything_moves_everything_after_a_quota_of_one_byte() -> None:
@@ -312,12 +313,12 @@ def test_an_activation_that_has_come_back_is_not_let_go_when_a_slower_copy_is_ou
             outs = second.sin(), second.cos()
             del second
             rest = padded(padded(leaf(1024) + 1))
-        lane = only_lane()
-        slow, quick = [departure.copy._writing for departure in lane._leaving._queue]
+        offloader = only_offloader()
+        slow, quick = [each.copy._writing for each in offloader._copy_outs.queue._queue]
         quick.wait()
         saved = saved_by(outs[1].grad_fn, "self")
         activation = saved.activation  # which the thread lets go of some time after it was written
-        while not activation.was_away or activation.held_elsewhere() is not None:
+        while activation.residency is not AWAY or activation.storage_held_elsewhere() is not None:
             time.sleep(0.001)
         one = saved.get()
         may_go.set()

@@ -20,7 +20,7 @@ from tests.offloading import (
 )
 from tests.toys import same_bits
 
-pytestmark = pytest.mark.usefixtures("new_engines", "written_at_once")
+pytestmark = pytest.mark.usefixtures("new_offloaders", "written_at_once")
 
 
 ONE_INPUT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -255,8 +255,8 @@ def test_what_was_made_again_is_let_go_when_backward_ends() -> None:
         out = functional.silu(x.sin()).cos()
     out.sum().backward(retain_graph=True)
     saved = saved_by(out.grad_fn, "self")
-    assert saved.activation.made_from is not None
-    assert saved.activation.here is None
+    assert saved.activation.derivation is not None
+    assert saved.activation.data is None
 
 
 def test_what_was_fetched_is_let_go_when_backward_ends() -> None:
@@ -267,7 +267,7 @@ def test_what_was_fetched_is_let_go_when_backward_ends() -> None:
     rest.sum().backward(retain_graph=True)
     saved = saved_by(out.grad_fn, "self")
     assert saved.activation.copy is not None
-    assert saved.activation.here is None
+    assert saved.activation.data is None
 
 
 def test_a_chain_that_is_made_again_is_not_all_there_at_once() -> None:
@@ -284,7 +284,7 @@ def test_a_chain_that_is_made_again_is_not_all_there_at_once() -> None:
     here = []
     out.grad_fn.register_hook(  # type: ignore[union-attr]
         lambda *_: here.append(
-            sum(a.here is not None for a in activations if a.made_from is not None)
+            sum(a.data is not None for a in activations if a.derivation is not None)
         )
     )
     out.sum().backward(retain_graph=True)

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 import rekindle
-from rekindle.offload.context import _RECENT, Offload, living_engines
+from rekindle import Offload
+from rekindle.offload.owners import _MAX_RECENT, shared_offloaders
 from rekindle.offload.tiers.workers import workers
 from tests.spilling import SECONDS, chain, leaf, open_files, outcome, plain_gradient
 from tests.toys import same_bits
 
-pytestmark = pytest.mark.usefixtures("new_engines")
+pytestmark = pytest.mark.usefixtures("new_offloaders")
 
 
 def disk(directory: Path, quota: float = 1.0) -> Offload:
@@ -42,8 +43,8 @@ def test_a_new_quota_each_step_leaves_four_files_open_and_no_thread(tmp_path: Pa
         assert same_bits(found, expected)
         assert threads() <= before + 4
     settle()
-    assert _RECENT == 4
-    assert len(living_engines()) == 4
+    assert _MAX_RECENT == 4
+    assert len(shared_offloaders()) == 4
     assert len(open_files(os.getpid(), tmp_path)) == 4
     assert threads() == before
 
@@ -58,10 +59,10 @@ def test_an_engine_dies_with_the_context_that_holds_it_once_others_were_used(
             loss = chain(x)
         loss.backward()
         del loss
-    assert len(living_engines()) == 5  # `held` is not among the four used last
+    assert len(shared_offloaders()) == 5  # `held` is not among the four used last
     held.trim()
     del offload, held
-    assert len(living_engines()) == 4
+    assert len(shared_offloaders()) == 4
 
 
 def test_what_an_engine_holds_stays_readable_when_the_engine_is_let_go(tmp_path: Path) -> None:
@@ -71,12 +72,12 @@ def test_what_an_engine_holds_stays_readable_when_the_engine_is_let_go(tmp_path:
     for i in range(1, 6):
         with disk(tmp_path, 0.1 * i):
             chain(x)
-    assert len(living_engines()) == 5  # the graph has it, and nothing else
+    assert len(shared_offloaders()) == 5  # the graph has it, and nothing else
     settle()
     (found,) = torch.autograd.grad(loss, x)
     assert same_bits(found, plain_gradient(x))
     del loss
-    assert len(living_engines()) == 4
+    assert len(shared_offloaders()) == 4
 
 
 def test_a_loop_that_makes_its_context_every_step_goes_on_learning(tmp_path: Path) -> None:
@@ -86,10 +87,10 @@ def test_a_loop_that_makes_its_context_every_step_goes_on_learning(tmp_path: Pat
             loss = chain(x)
         loss.backward()
         del loss
-    (engine,) = living_engines()
-    (lane,) = engine._lanes.values()
-    assert lane is not None
-    assert [known.is_settled for known in lane._lessons.known] == [True]
+    (offloader,) = shared_offloaders()
+    (found,) = offloader.by_device.values()
+    assert found is not None
+    assert [known.is_timed for known in found._learned.known] == [True]
 
 
 def test_a_model_that_spills_gives_its_file_back_when_it_is_removed(
@@ -129,16 +130,14 @@ _FORKED = """
 def test_disk_is_given_back_although_a_forked_process_has_the_file_open(
     tmp_path: Path, gives_back: str
 ) -> None:
-    text = "    from rekindle.offload.context import _recent" + _FORKED.format(
-        gives_back=gives_back
-    )
+    text = "    from rekindle.offload.owners import _recent" + _FORKED.format(gives_back=gives_back)
     assert outcome(text, tmp_path) == (0, "[24576, 0] 0", "")
 
 
 def test_a_forked_process_that_lets_go_of_the_file_leaves_its_bytes_alone(tmp_path: Path) -> None:
     text = """
         import gc
-        from rekindle.offload.context import _recent
+        from rekindle.offload.owners import _recent
         expected = plain_gradient(x)
         loss = spill.forward(x)
         spill.settle()

@@ -21,7 +21,7 @@ from tests.offloading import (
     spilling,
 )
 
-pytestmark = pytest.mark.usefixtures("new_engines", "written_at_once")
+pytestmark = pytest.mark.usefixtures("new_offloaders", "written_at_once")
 
 
 def spread(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A lane learns a step in two runs, and from then on does what it chose.
+"""A device offloader learns a step in two runs, and from then on does what it chose.
 
 The device, its clock and its links are made up, so that everything is exact: a copy takes its bytes
 over the rate of the link, an op takes the seconds it is told to. The tensors and autograd are real.
@@ -19,12 +19,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import rekindle
-from rekindle.offload.activation import Activation, Kept, Saved, may_move, unpack
-from rekindle.offload.device_offloader import Lane
-from rekindle.offload.offload_options import Options
-from rekindle.offload.schedule import Entry
-from rekindle.offload.step_profile import Diary, History, first_seen, history_of, seen_again
+from rekindle.offload.activation import Activation
+from rekindle.offload.device_offloader import DeviceOffloader
+from rekindle.offload.eligibility import can_offload
+from rekindle.offload.saved_tensors import KeptTensor, OffloadedTensor, unpack
+from rekindle.offload.schedule import ActivationTimes
+from rekindle.offload.step_profile import (
+    StepProfile,
+    StepRecord,
+    make_profile,
+    profile_of_first,
+    profile_of_repeat,
+)
 from rekindle.offload.tiers.base import Copy, Tier
+from rekindle.strategy import Offload
 
 LITTLE = 1e-9
 CPU = torch.device("cpu")
@@ -242,7 +250,7 @@ class Report:
 
 
 class Trainer:
-    """Runs steps on a lane."""
+    """Runs steps on a device offloader."""
 
     def __init__(
         self,
@@ -253,30 +261,30 @@ class Trainer:
         **tier: Any,
     ) -> None:
         self.tier = MadeUpTier(out, back, **tier)
-        self.options = Options("host", quota, 1, None, None, "keep", False)
-        self.lane = Lane(CPU, self.options, self.tier)
+        strategy = Offload("host", quota, 1, None, None, "keep", False)
+        self.offloader = DeviceOffloader(CPU, strategy, self.tier)
         self.held: list[Tensor] = []
         self.moments: list[tuple[int, int]] = []
         """The bytes here and the ceiling, after every save and every use in a known step."""
 
-    def pack(self, x: Tensor) -> Saved | Kept:
-        if not may_move(x, 1):
-            return Kept(x)
+    def pack(self, x: Tensor) -> OffloadedTensor | KeptTensor:
+        if not can_offload(x, 1):
+            return KeptTensor(x)
         self.tier.note(x.untyped_storage())
-        saved = self.lane.save(x)
+        saved = self.offloader.save(x)
         self.look()
         return saved
 
-    def unpack(self, saved: Saved | Kept) -> Tensor:
+    def unpack(self, saved: OffloadedTensor | KeptTensor) -> Tensor:
         x = unpack(saved)
         self.look()
         return x
 
     def look(self) -> None:
         self.tier.look()
-        step = self.lane._step
-        if step is not None and step.is_as_known and step.choice is not None:
-            self.moments.append((step.here, step.choice.ceiling))
+        step = self.offloader._step
+        if step is not None and step.is_as_known and step.schedule is not None:
+            self.moments.append((step.device_bytes, step.schedule.ceiling))
 
     def forward(
         self, sizes: Sequence[int], make: Make, hold: Iterable[int] = (), start: int = 0
@@ -314,7 +322,7 @@ class Trainer:
                 self.forward(sizes, make, hold, start=branch * len(sizes))
                 for branch in range(branches)
             ]
-            self.lane.pause(failed=False)
+            self.offloader.pause(failed=False)
             tier.work(before_turn)
             if goes_backward:
                 for out in outs:
@@ -338,16 +346,16 @@ class Trainer:
 
     def activation(self, index: int) -> Activation:
         """One of the step that is being saved."""
-        assert self.lane._step is not None
-        activation = self.lane._step.activations[index]()
+        assert self.offloader._step is not None
+        activation = self.offloader._step.activations[index]()
         assert activation is not None
         return activation
 
     @property
-    def known(self) -> list[History]:
+    def known(self) -> list[StepProfile]:
         """What is known of the steps that are over."""
         self.step([4])  # a step is learnt from when the next one begins
-        return [history for history in self.lane._lessons.known if len(history.sizes) > 1]
+        return [profile for profile in self.offloader._learned.known if len(profile.sizes) > 1]
 
 
 TEN = [8] * 10
@@ -359,23 +367,23 @@ TEN = [8] * 10
 def test_of_a_step_nothing_is_known_in_its_first_run() -> None:
     trainer = Trainer()
     trainer.step(TEN)
-    assert trainer.lane._lessons.known == []
+    assert trainer.offloader._learned.known == []
 
 
 def test_after_the_first_run_the_order_is_known() -> None:
     trainer = Trainer()
     trainer.step(TEN)
-    (history,) = trainer.known
-    assert history.sizes == tuple(TEN)
-    assert history.order == tuple(reversed(range(10)))
-    assert not history.is_settled
+    (profile,) = trainer.known
+    assert profile.sizes == tuple(TEN)
+    assert profile.order == tuple(reversed(range(10)))
+    assert not profile.is_timed
 
 
 def test_after_the_second_run_the_times_are_known() -> None:
     trainer = Trainer()
     trainer.steps(2, TEN)
-    (history,) = trainer.known
-    assert history.is_settled
+    (profile,) = trainer.known
+    assert profile.is_timed
 
 
 def test_the_second_run_is_timed_and_the_third_to_check_it() -> None:
@@ -388,10 +396,10 @@ def test_the_second_run_is_timed_and_the_third_to_check_it() -> None:
 def test_what_is_timed_is_every_save_and_every_use() -> None:
     trainer = Trainer(out=1000.0, back=1000.0)
     trainer.steps(2, TEN)
-    diary = trainer.lane._step.diary if trainer.lane._step else Diary()
-    times = diary.times(trainer.tier)
-    saved = [times[diary.saved[i]] for i in range(10)]
-    used = [times[diary.used[i]] for i in reversed(range(10))]
+    record = trainer.offloader._step.record if trainer.offloader._step else StepRecord()
+    times = record.times(trainer.tier)
+    saved = [times[record.saved[i]] for i in range(10)]
+    used = [times[record.used[i]] for i in reversed(range(10))]
     assert saved == pytest.approx([float(i) for i in range(10)])
     assert used == pytest.approx([9.0 + 2 * i for i in range(10)])
 
@@ -400,10 +408,10 @@ def test_times_leave_out_what_the_device_waited() -> None:
     trainer = Trainer(out=1.0, back=1.0)
     trainer.step(TEN)
     assert trainer.step(TEN).waited > 10
-    diary = trainer.lane._step.diary if trainer.lane._step else Diary()
-    times = diary.times(trainer.tier)
-    assert [times[diary.saved[i]] for i in range(10)] == pytest.approx(list(range(10)))
-    assert [times[diary.used[9 - i]] for i in range(10)] == pytest.approx(
+    record = trainer.offloader._step.record if trainer.offloader._step else StepRecord()
+    times = record.times(trainer.tier)
+    assert [times[record.saved[i]] for i in range(10)] == pytest.approx(list(range(10)))
+    assert [times[record.used[9 - i]] for i in range(10)] == pytest.approx(
         [9.0 + 2 * i for i in range(10)]
     )
 
@@ -486,9 +494,9 @@ def test_a_run_in_which_memory_was_set_aside_tells_no_times() -> None:
     trainer.step(TEN)
     trainer.tier.set_aside = 0  # so that the second run sets it aside once more
     trainer.step(TEN)
-    assert [history.is_settled for history in trainer.known] == [False]
+    assert [profile.is_timed for profile in trainer.known] == [False]
     trainer.step(TEN)
-    assert [history.is_settled for history in trainer.known] == [True]
+    assert [profile.is_timed for profile in trainer.known] == [True]
 
 
 def test_what_was_set_aside_shrinks_to_what_is_sent_once_times_are_known() -> None:
@@ -524,7 +532,7 @@ def after_a_longer_one() -> Report:
         trainer.step([8] * 10)
     trainer.step([8] * 20)
     report = trainer.step([8] * 10)
-    assert sorted((len(h.sizes), h.is_settled) for h in trainer.known) == [(10, True), (20, True)]
+    assert sorted((len(h.sizes), h.is_timed) for h in trainer.known) == [(10, True), (20, True)]
     return report
 
 
@@ -551,7 +559,7 @@ def test_a_new_shape_is_learnt_beside_the_old_one() -> None:
     trainer.steps(3, TEN)
     trainer.steps(3, [4] * 10)
     trainer.step(TEN)
-    assert sorted((h.sizes[0], h.is_settled) for h in trainer.known) == [(4, True), (8, True)]
+    assert sorted((h.sizes[0], h.is_timed) for h in trainer.known) == [(4, True), (8, True)]
 
 
 def test_after_a_shape_that_is_seen_once_no_more_than_eight_steps_are_timed() -> None:
@@ -574,14 +582,14 @@ def test_no_more_than_sixteen_steps_are_remembered() -> None:
     trainer = Trainer(out=4.0)
     for length in range(3, 30):
         trainer.step([8] * length)
-    assert len(trainer.lane._lessons.known) == 16
+    assert len(trainer.offloader._learned.known) == 16
 
 
 def test_several_forwards_before_one_backward_are_one_step() -> None:
     trainer = Trainer(quota=1.0)
     trainer.step([8] * 5, branches=2)
-    (history,) = trainer.known
-    assert len(history.sizes) == 10
+    (profile,) = trainer.known
+    assert len(profile.sizes) == 10
 
 
 def test_a_step_with_retain_graph_is_learnt_once_its_graph_is_gone() -> None:
@@ -593,8 +601,8 @@ def test_a_step_with_retain_graph_is_learnt_once_its_graph_is_gone() -> None:
     assert trainer.known == []
     del out
     trainer.step(TEN)
-    (history,) = trainer.known
-    assert history.order == tuple(reversed(range(10)))
+    (profile,) = trainer.known
+    assert profile.order == tuple(reversed(range(10)))
 
 
 def test_after_a_backward_that_keeps_the_graph_what_was_fetched_is_let_go() -> None:
@@ -602,7 +610,7 @@ def test_after_a_backward_that_keeps_the_graph_what_was_fetched_is_let_go() -> N
     trainer.steps(3, TEN)
     make = Make(trainer.tier, 1.0, 2.0)
     out = trainer.forward(TEN, make)
-    trainer.lane.pause(failed=False)
+    trainer.offloader.pause(failed=False)
     assert trainer.tier.look() == 16
     out.backward(retain_graph=True)
     assert trainer.tier.look() == 16
@@ -633,9 +641,9 @@ def test_what_somebody_holds_later_is_not_sent_any_more() -> None:
 
 
 def test_what_somebody_holds_later_raises_the_ceiling_by_its_bytes() -> None:
-    entries = [Entry(8)] * 10
-    history = history_of(entries, list(reversed(range(10))), 1.0, None, is_settled=True)
-    assert (history.choice.ceiling, history.without({3}).choice.ceiling) == (16, 24)
+    entries = [ActivationTimes(8)] * 10
+    profile = make_profile(entries, list(reversed(range(10))), 1.0, None, is_timed=True)
+    assert (profile.schedule.ceiling, profile.with_staying({3}).schedule.ceiling) == (16, 24)
 
 
 def test_what_somebody_holds_later_makes_nobody_wait() -> None:
@@ -685,9 +693,9 @@ def test_what_the_lane_counts_as_here_is_what_is_here() -> None:
     class Looking(MadeUpTier):
         def look(self) -> int:
             here = super().look()
-            step = trainer.lane._step
-            if step is not None and not trainer.lane.departed:
-                counted.append((step.here, here))
+            step = trainer.offloader._step
+            if step is not None and not trainer.offloader.died:
+                counted.append((step.device_bytes, here))
             return here
 
     trainer.tier.__class__ = Looking
@@ -699,10 +707,10 @@ def test_what_the_lane_counts_as_here_is_what_is_here() -> None:
 def test_nothing_is_here_or_away_when_all_is_over() -> None:
     trainer = Trainer(quota=1.0)
     trainer.steps(3, TEN)
-    trainer.lane._tidy()
+    trainer.offloader._settle()
     assert (trainer.tier.look(), trainer.tier.away) == (0, 0)
-    assert trainer.lane._step is not None
-    assert trainer.lane._step.here == 0
+    assert trainer.offloader._step is not None
+    assert trainer.offloader._step.device_bytes == 0
 
 
 def test_the_device_waits_for_a_copy_out_only_above_the_ceiling() -> None:
@@ -755,11 +763,11 @@ def test_what_is_wanted_comes_although_something_else_takes_all_the_room_to_come
     # One at a time comes back, and the first run expects another order than backward has.
     trainer = Trainer(quota=1.0, out=100.0, back=100.0, at_a_time=1)
     out = trainer.forward(TEN, Make(trainer.tier, 1.0, 2.0))
-    trainer.lane.pause(failed=False)
-    trainer.lane.ask(trainer.activation(9))
-    trainer.lane.ask(trainer.activation(8))
+    trainer.offloader.pause(failed=False)
+    trainer.offloader.load(trainer.activation(9))
+    trainer.offloader.load(trainer.activation(8))
     assert trainer.tier.fetched == [7]
-    found = trainer.lane.ask(trainer.activation(3))
+    found = trainer.offloader.load(trainer.activation(3))
     assert found.view(torch.float32).tolist() == [3.0, 3.0]
     assert trainer.tier.fetched == [7, 3]
     del out
@@ -783,7 +791,7 @@ def test_a_graph_that_is_thrown_away_is_not_learnt_from() -> None:
 def test_a_graph_that_is_thrown_away_leaves_nothing_behind() -> None:
     trainer = Trainer(quota=1.0)
     trainer.step(TEN, goes_backward=False)
-    trainer.lane._tidy()
+    trainer.offloader._settle()
     assert (trainer.tier.look(), trainer.tier.away) == (0, 0)
 
 
@@ -800,7 +808,7 @@ def test_a_backward_that_fails_leaves_nothing_behind() -> None:
     trainer.steps(3, TEN)
     with pytest.raises(ZeroDivisionError):
         trainer.step(TEN, fails_at=(5,))
-    trainer.lane._tidy()
+    trainer.offloader._settle()
     assert (trainer.tier.look(), trainer.tier.away) == (0, 0)
 
 
@@ -826,7 +834,7 @@ def test_a_forward_that_fails_does_not_disturb_the_next_step() -> None:
     trainer = Trainer(out=4.0, back=4.0)
     before = trainer.steps(4, TEN)[-1]
     trainer.forward(TEN[:5], Make(trainer.tier, 1.0, 2.0))
-    trainer.lane.pause(failed=True)
+    trainer.offloader.pause(failed=True)
     assert trainer.step(TEN) == before
 
 
@@ -837,9 +845,9 @@ def test_what_is_let_go_behind_a_slower_copy_is_counted_right() -> None:
     trainer = Trainer(quota=1.0, out=1.0, back=100.0, on_device=False)
     trainer.steps(3, TEN)
     trainer.tier.work(1000.0)
-    trainer.lane._tidy()
-    assert trainer.lane._step is not None
-    assert trainer.lane._step.here == 0
+    trainer.offloader._settle()
+    assert trainer.offloader._step is not None
+    assert trainer.offloader._step.device_bytes == 0
 
 
 def test_what_overtakes_a_slower_copy_out_is_fetched_once() -> None:
@@ -849,10 +857,10 @@ def test_what_overtakes_a_slower_copy_out_is_fetched_once() -> None:
     trainer.tier.work(1.0)
     assert trainer.tier.sent == [0, 1]
     second = trainer.activation(1)
-    assert second.here is None
-    found = trainer.lane.ask(second)
+    assert second.data is None
+    found = trainer.offloader.load(second)
     trainer.tier.hurry(0)
-    assert trainer.lane.ask(second).data_ptr() == found.data_ptr()
+    assert trainer.offloader.load(second).data_ptr() == found.data_ptr()
     assert trainer.tier.fetched.count(1) == 1
     del out
 
@@ -862,15 +870,15 @@ def test_what_overtakes_a_slower_copy_out_is_counted_right() -> None:
     out = trainer.forward([8] * 4, Make(trainer.tier, 1.0, 2.0))
     trainer.tier.work(1.0)
     assert trainer.tier.sent == [0, 1]
-    step = trainer.lane._step
+    step = trainer.offloader._step
     assert step is not None
-    trainer.lane.ask(trainer.activation(1))
+    trainer.offloader.load(trainer.activation(1))
     trainer.tier.hurry(0)
-    trainer.lane._tidy()
-    assert step.here == trainer.tier.look()
+    trainer.offloader._settle()
+    assert step.device_bytes == trainer.tier.look()
     del out
-    trainer.lane._tidy()
-    assert step.here == trainer.tier.look() == 0
+    trainer.offloader._settle()
+    assert step.device_bytes == trainer.tier.look() == 0
 
 
 def test_what_is_still_leaving_when_it_is_asked_back_is_there_at_its_use() -> None:
@@ -884,50 +892,50 @@ def test_a_caller_who_waits_gets_every_activation_back() -> None:
     assert report.used == list(reversed(range(10)))
 
 
-# What learning makes of a diary
+# What learning makes of a record
 
 
-def diary_of(tier: MadeUpTier, order: Sequence[int], stays: Iterable[int] = ()) -> Diary:
-    diary = Diary(stays=set(stays))
+def diary_of(tier: MadeUpTier, order: Sequence[int], stays: Iterable[int] = ()) -> StepRecord:
+    record = StepRecord(stays=set(stays))
     for i in range(10):
-        diary.note_saved(i, tier)
+        record.note_saved(i, tier)
         tier.now += 1.0
     for i in order:
-        diary.note_used(i, tier)
+        record.note_used(i, tier)
         tier.now += 2.0
-    return diary
+    return record
 
 
 def test_only_the_first_use_of_an_activation_counts() -> None:
     tier = MadeUpTier(1.0, 1.0)
-    diary = diary_of(tier, [9, 8, 9, 8, 7])
-    assert diary.uses == [9, 8, 7]
-    times = diary.times(tier)
-    assert [times[diary.used[i]] for i in (9, 8, 7)] == [10.0, 12.0, 18.0]
+    record = diary_of(tier, [9, 8, 9, 8, 7])
+    assert record.uses == [9, 8, 7]
+    times = record.times(tier)
+    assert [times[record.used[i]] for i in (9, 8, 7)] == [10.0, 12.0, 18.0]
 
 
 def test_a_wait_is_taken_off_all_that_follows_it() -> None:
     tier = MadeUpTier(1.0, 1.0)
-    diary = Diary()
-    diary.note_saved(0, tier)
+    record = StepRecord()
+    record.note_saved(0, tier)
     tier.now = 1.0
-    diary.note_wait(1.0, 5.0)
+    record.note_wait(1.0, 5.0)
     tier.now = 6.0
-    diary.note_used(0, tier)
-    assert diary.times(tier) == [0.0, 1.0, 1.0, 2.0]
+    record.note_used(0, tier)
+    assert record.times(tier) == [0.0, 1.0, 1.0, 2.0]
 
 
 def test_an_activation_held_in_the_first_run_stays_after_the_second() -> None:
     tier = MadeUpTier(100.0, 100.0)
     order = list(reversed(range(10)))
-    first = first_seen(TEN, diary_of(tier, order, stays=[2]), 1.0)
-    second = seen_again(first, diary_of(tier, order), 1.0, tier)
+    first = profile_of_first(TEN, diary_of(tier, order, stays=[2]), 1.0)
+    second = profile_of_repeat(first, diary_of(tier, order), 1.0, tier)
     assert [i for i, entry in enumerate(second.entries) if entry.stays] == [2]
-    assert second.choice.moved == {0, 1, 3, 4, 5, 6, 7}
+    assert second.schedule.moved == {0, 1, 3, 4, 5, 6, 7}
 
 
 def test_an_activation_that_is_not_used_has_no_time_of_use() -> None:
     tier = MadeUpTier(1.0, 1.0)
-    diary = diary_of(tier, [9, 8])
-    entries = diary.entries(TEN, diary.times(tier))
+    record = diary_of(tier, [9, 8])
+    entries = record.entries(TEN, record.times(tier))
     assert [entry.used_at for entry in entries] == [None] * 8 + [12.0, 10.0]

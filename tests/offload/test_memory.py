@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 import rekindle
-from rekindle.offload.activation import Activation, Kept, Saved
-from rekindle.offload.step_activations import Step
+from rekindle.offload.activation import Activation
+from rekindle.offload.residency import RETURNING
+from rekindle.offload.saved_tensors import KeptTensor, OffloadedTensor
+from rekindle.offload.step_activations import StepActivations
 from rekindle.offload.tiers.disk import DiskCopy
 from rekindle.offload.tiers.workers import Job
 from tests.regions.recompute.test_memory import Storages
@@ -36,7 +38,7 @@ from tests.spilling import (
     spill_to,
 )
 
-KINDS = (Activation, Saved, Kept, Step, DiskCopy, Job)
+KINDS = (Activation, OffloadedTensor, KeptTensor, StepActivations, DiskCopy, Job)
 LOSS = 4
 
 
@@ -142,7 +144,9 @@ def test_in_backward_no_more_is_in_memory_than_two_ahead(spill: Spill, steps_bef
 
 
 def bytes_here(spill: Spill) -> int:
-    return sum(a.nbytes for a in spill.activations if a.here is not None or a.is_coming)
+    return sum(
+        a.nbytes for a in spill.activations if a.data is not None or a.residency is RETURNING
+    )
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
@@ -185,7 +189,7 @@ def test_a_graph_that_is_thrown_away_leaves_nothing(spill: Spill) -> None:
         del loss
         spill.offload.trim()
         assert storages.alive() == []
-    assert count(Activation, Saved, DiskCopy, Job) == (0, 0, 0, 0)
+    assert count(Activation, OffloadedTensor, DiskCopy, Job) == (0, 0, 0, 0)
 
 
 def test_a_graph_that_is_thrown_away_while_it_is_written_leaves_nothing(
@@ -206,11 +210,11 @@ def test_the_count_of_bytes_that_are_here_is_exact_step_after_step(spill: Spill)
     for _ in range(5):
         loss = spill.forward(x)
         spill.settle()
-        spill.lane._tidy()
-        assert spill.step.here == bytes_here(spill) == 2 * PAGE
+        spill.offloader._settle()
+        assert spill.step.device_bytes == bytes_here(spill) == 2 * PAGE
         loss.backward()
-        spill.lane._tidy()
-        assert spill.step.here == 0
+        spill.offloader._settle()
+        assert spill.step.device_bytes == 0
 
 
 # Room on disk
@@ -279,7 +283,7 @@ def test_after_an_error_of_the_disk_nothing_is_left(
     spill.settle()
     with suppress(rekindle.OffloadError):
         spill.offload.trim()
-    assert count(Activation, Saved, DiskCopy, Job) == (0, 0, 0, 0)
+    assert count(Activation, OffloadedTensor, DiskCopy, Job) == (0, 0, 0, 0)
 
 
 def test_after_errors_of_the_disk_not_even_the_collector_is_needed_for_the_room(
@@ -311,7 +315,7 @@ def test_steps_that_nobody_finishes_leave_no_objects_behind(spill: Spill) -> Non
         loss = spill.forward(x)
         spill.settle()
         del loss
-        spill.lane._tidy()
+        spill.offloader._settle()
         found.append(count(*KINDS))
     assert found[3:] == [found[3]] * 27
 
@@ -327,7 +331,7 @@ def test_steps_that_fail_leave_no_objects_behind(spill: Spill) -> None:
     for _ in range(30):
         failing(forward)
         spill.settle()
-        spill.lane._tidy()
+        spill.offloader._settle()
         found.append(count(*KINDS))
     assert found[3:] == [found[3]] * 27
 
@@ -337,7 +341,7 @@ def test_steps_of_other_sizes_each_time_leave_a_bounded_memory_behind(spill: Spi
     for depth in range(3, 43):
         spill.forward(leaf(), depth).backward()
         spill.settle()
-        found.append((len(spill.lane._lessons.known), len(spill.lane._past)))
+        found.append((len(spill.offloader._learned.known), len(spill.offloader._past)))
     assert max(found) == (16, 0)
 
 

@@ -14,12 +14,12 @@ from tests.offloading import (
     chain,
     leaf,
     moved,
-    only_lane,
+    only_offloader,
     spilling,
 )
 from tests.toys import Stack, assert_same_step, same_bits
 
-pytestmark = pytest.mark.usefixtures("new_engines", "written_at_once")
+pytestmark = pytest.mark.usefixtures("new_offloaders", "written_at_once")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_what_cannot_be_called_is_refused() -> None:
 def test_a_model_that_holds_its_offload_can_be_copied() -> None:
     model = nn.Linear(2, 2)
     model.offload = spilling()  # type: ignore[assignment]
-    assert copy.deepcopy(model).offload.options == spilling().options  # type: ignore[union-attr]
+    assert copy.deepcopy(model).offload.strategy == spilling().strategy  # type: ignore[union-attr]
 
 
 def test_trim_gives_the_disk_back() -> None:
@@ -149,7 +149,7 @@ def test_trim_gives_the_disk_back() -> None:
         loss = chain(x).sum()
     loss.backward()
     offload.trim()
-    assert only_lane().tier.pool_bytes == 0
+    assert only_offloader().tier.pool_bytes == 0
     assert moved(lambda: chain(x)) == [(8, 8 * 64)] * STEPS
 
 

@@ -12,7 +12,14 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from rekindle.offload.schedule import Choice, Entry, Link, choose, fetch_ahead, lead_of
+from rekindle.offload.schedule import (
+    ActivationTimes,
+    LinkRates,
+    Schedule,
+    bytes_in_flight,
+    make_schedule,
+    prefetch_ahead,
+)
 
 LITTLE = 1e-6
 
@@ -21,9 +28,9 @@ LITTLE = 1e-6
 class Made:
     """A step as it was measured."""
 
-    entries: list[Entry]
+    entries: list[ActivationTimes]
     order: list[int]
-    link: Link
+    link: LinkRates
 
     @property
     def sizes(self) -> list[int]:
@@ -45,8 +52,8 @@ class Run:
 class Step:
     """One step, moment by moment; the device's clock stands still only when it waits for a link."""
 
-    def __init__(self, made: Made, choice: Choice, link: Link, ceiling: float) -> None:
-        self.made, self.choice, self.link, self.ceiling = made, choice, link, ceiling
+    def __init__(self, made: Made, schedule: Schedule, link: LinkRates, ceiling: float) -> None:
+        self.made, self.schedule, self.link, self.ceiling = made, schedule, link, ceiling
         self.waited_out = self.waited_in = 0.0
         self.here = self.peak = self.misses = 0
         self.out_is_free_at = self.back_is_free_at = 0.0
@@ -65,7 +72,7 @@ class Step:
         while self.leaving and self.leaving[0][0] <= now:
             self.here -= self.leaving.pop(0)[1]
         self.here += entry.nbytes
-        if i in self.choice.moved:
+        if i in self.schedule.moved:
             self.out_is_free_at = max(self.out_is_free_at, now) + entry.nbytes / self.link.out
             self.out_at[i] = self.out_is_free_at
             self.leaving.append((self.out_is_free_at, entry.nbytes))
@@ -87,8 +94,8 @@ class Step:
         if position:  # what was used before is not needed any more
             self.here -= self.made.sizes[self.made.order[position - 1]]
         now = self.now(used_at)
-        self.wanted += self.choice.fetch_at.get(position, ())
-        if i in self.choice.moved and i not in self.back_at:
+        self.wanted += self.schedule.prefetch_at.get(position, ())
+        if i in self.schedule.moved and i not in self.back_at:
             self.misses += 1
             self.fetch(i, now)
         while self.wanted:
@@ -98,7 +105,7 @@ class Step:
                     break
                 self.fetch(first, now)
             self.wanted.pop(0)
-        if i in self.choice.moved:
+        if i in self.schedule.moved:
             self.waited_in += max(0.0, self.back_at[i] - now)
         self.peak = max(self.peak, self.here)
 
@@ -110,10 +117,10 @@ class Step:
 
 
 def simulate(
-    made: Made, choice: Choice, *, link: Link | None = None, ceiling: float | None = None
+    made: Made, schedule: Schedule, *, link: LinkRates | None = None, ceiling: float | None = None
 ) -> Run:
     """Run a step; with another link than was measured, or another ceiling than was chosen."""
-    step = Step(made, choice, link or made.link, choice.ceiling if ceiling is None else ceiling)
+    step = Step(made, schedule, link or made.link, schedule.ceiling if ceiling is None else ceiling)
     for i in range(len(made.entries)):
         step.save(i)
     for position in range(len(made.order)):
@@ -137,9 +144,10 @@ def made_of(
     turn = forward * max(len(sizes) - 1, 0) + before_turn
     used_at = {i: turn + backward * position for position, i in enumerate(order)}
     entries = [
-        Entry(nbytes, i in stays, forward * i, used_at.get(i)) for i, nbytes in enumerate(sizes)
+        ActivationTimes(nbytes, i in stays, forward * i, used_at.get(i))
+        for i, nbytes in enumerate(sizes)
     ]
-    return Made(entries, order, Link(out, back))
+    return Made(entries, order, LinkRates(out, back))
 
 
 @st.composite
@@ -169,7 +177,7 @@ def steps(
     used_at = dict(zip(order, accumulate([turn, *draw(gaps)]), strict=False))
     stays = draw(st.sets(st.integers(0, max(count - 1, 0)))) if may_stay else set()
     entries = [
-        Entry(
+        ActivationTimes(
             nbytes,
             i in stays,
             float(saved_at[i]),
@@ -178,19 +186,19 @@ def steps(
         for i, nbytes in enumerate(sizes)
     ]
     rates = st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
-    return Made(entries, order, Link(draw(rates), draw(rates)))
+    return Made(entries, order, LinkRates(draw(rates), draw(rates)))
 
 
 quotas = st.one_of(st.none(), st.integers(0, 300), st.floats(0.0, 1.0))
 known_links = st.booleans()
 
 
-def choice_of(made: Made, quota: float | None, knows_link: bool = True) -> Choice:
-    return choose(made.entries, made.order, quota, made.link if knows_link else None)
+def choice_of(made: Made, quota: float | None, knows_link: bool = True) -> Schedule:
+    return make_schedule(made.entries, made.order, quota, made.link if knows_link else None)
 
 
-def bytes_moved(made: Made, choice: Choice) -> int:
-    return sum(made.sizes[i] for i in choice.moved)
+def bytes_moved(made: Made, schedule: Schedule) -> int:
+    return sum(made.sizes[i] for i in schedule.moved)
 
 
 def twice_a_large_one(sizes: Sequence[int]) -> int:
@@ -209,10 +217,10 @@ def wanted_first(made: Made) -> set[int]:
     return found
 
 
-def peak_of_forward(made: Made, choice: Choice) -> int:
+def peak_of_forward(made: Made, schedule: Schedule) -> int:
     """The most bytes that are there when something is saved; what leaves just then still counts."""
     out_is_free_at, out_at = 0.0, {}
-    for i in sorted(choice.moved):
+    for i in sorted(schedule.moved):
         begin = max(out_is_free_at, made.entries[i].saved_at or 0.0)
         out_at[i] = out_is_free_at = begin + made.sizes[i] / (0.95 * made.link.out)
     saved_at = [entry.saved_at or 0.0 for entry in made.entries]
@@ -229,15 +237,15 @@ def peak_of_forward(made: Made, choice: Choice) -> int:
     )
 
 
-def has_no_room_in_time(made: Made, choice: Choice) -> list[int]:
+def has_no_room_in_time(made: Made, schedule: Schedule) -> list[int]:
     """What cannot come below the ceiling while that is used which is used before it."""
-    kept = sum(made.sizes) - bytes_moved(made, choice)
+    kept = sum(made.sizes) - bytes_moved(made, schedule)
     found = []
     for before, i in pairwise(made.order):
-        here = kept + (made.sizes[before] if before in choice.moved else 0)
-        if i in choice.moved and here + made.sizes[i] > choice.ceiling:
+        here = kept + (made.sizes[before] if before in schedule.moved else 0)
+        if i in schedule.moved and here + made.sizes[i] > schedule.ceiling:
             found.append(i)
-        kept -= 0 if before in choice.moved else made.sizes[before]
+        kept -= 0 if before in schedule.moved else made.sizes[before]
     return found
 
 
@@ -246,16 +254,16 @@ def has_no_room_in_time(made: Made, choice: Choice) -> list[int]:
 
 @given(steps(some_used=True))
 def test_auto_has_everything_out_before_backward_and_back_before_its_use(made: Made) -> None:
-    choice = choice_of(made, None)
-    run = simulate(made, choice, ceiling=float("inf"))
+    schedule = choice_of(made, None)
+    run = simulate(made, schedule, ceiling=float("inf"))
     assert run.waited_out + run.waited_in < LITTLE
 
 
 @given(steps(some_used=True))
 def test_auto_hides_behind_compute_on_a_link_slower_by_the_margin(made: Made) -> None:
-    choice = choice_of(made, None)
-    slower = Link(0.95 * made.link.out, 0.95 * made.link.back)
-    run = simulate(made, choice, link=slower, ceiling=float("inf"))
+    schedule = choice_of(made, None)
+    slower = LinkRates(0.95 * made.link.out, 0.95 * made.link.back)
+    run = simulate(made, schedule, link=slower, ceiling=float("inf"))
     assert run.waited_out + run.waited_in < LITTLE
 
 
@@ -313,7 +321,7 @@ def test_auto_keeps_what_could_be_back_in_time_only_above_its_ceiling() -> None:
     # Used from second 90 on. From then on a copy back would take until 98.4, in time for the use
     # at 99; but there is no room until the first is used, at 91.
     made = made_of([8] * 10, forward=10.0, backward=1.0, out=4.0, back=1.0)
-    assert choice_of(made, None) == Choice(frozenset(), 80, {})
+    assert choice_of(made, None) == Schedule(frozenset(), 80, {})
 
 
 def test_one_large_activation_does_not_keep_all_the_small_ones() -> None:
@@ -360,8 +368,8 @@ def earliest(made: Made, fits: Callable[[int], bool]) -> set[int]:
 def test_a_quota_in_bytes_moves_the_earliest_that_fit_in_it(
     made: Made, quota: int, knows_link: bool
 ) -> None:
-    choice = choice_of(made, quota, knows_link)
-    assert choice.moved == earliest(made, lambda total: total <= quota)
+    schedule = choice_of(made, quota, knows_link)
+    assert schedule.moved == earliest(made, lambda total: total <= quota)
 
 
 @given(steps(), st.integers(0, 8), known_links)
@@ -370,9 +378,9 @@ def test_a_share_moves_the_earliest_that_fit_in_it(
 ) -> None:
     # Of sizes that eight divides, an eighth is a whole number of bytes.
     made = replace(made, entries=[replace(e, nbytes=8 * e.nbytes) for e in made.entries])
-    choice = choice_of(made, eighths / 8, knows_link)
+    schedule = choice_of(made, eighths / 8, knows_link)
     movable = sum(entry.nbytes for entry in made.entries if not entry.stays)
-    assert choice.moved == earliest(made, lambda total: 8 * total <= eighths * movable)
+    assert schedule.moved == earliest(made, lambda total: 8 * total <= eighths * movable)
 
 
 def test_a_share_that_is_no_binary_fraction_is_still_exact() -> None:
@@ -411,9 +419,9 @@ def test_auto_moves_no_more_than_the_whole_share(made: Made) -> None:
 # The ceiling
 
 
-def ceiling_without_times(made: Made, choice: Choice) -> int:
-    kept = sum(made.sizes) - bytes_moved(made, choice)
-    largest = max((made.sizes[i] for i in choice.moved), default=0)
+def ceiling_without_times(made: Made, schedule: Schedule) -> int:
+    kept = sum(made.sizes) - bytes_moved(made, schedule)
+    largest = max((made.sizes[i] for i in schedule.moved), default=0)
     return max(kept, twice_a_large_one(made.sizes), largest)
 
 
@@ -421,24 +429,24 @@ def ceiling_without_times(made: Made, choice: Choice) -> int:
 def test_the_ceiling_with_a_quota_is_what_stays_or_the_lead_or_the_largest_that_moves(
     made: Made, quota: float, knows_link: bool
 ) -> None:
-    choice = choice_of(made, quota, knows_link)
-    assert choice.ceiling == ceiling_without_times(made, choice)
+    schedule = choice_of(made, quota, knows_link)
+    assert schedule.ceiling == ceiling_without_times(made, schedule)
 
 
 @given(steps())
 def test_the_ceiling_of_auto_without_times_is_that_of_the_whole_share(made: Made) -> None:
-    choice = choice_of(made, None, knows_link=False)
-    assert choice == choice_of(made, 1.0, knows_link=False)
-    assert choice.ceiling == ceiling_without_times(made, choice)
+    schedule = choice_of(made, None, knows_link=False)
+    assert schedule == choice_of(made, 1.0, knows_link=False)
+    assert schedule.ceiling == ceiling_without_times(made, schedule)
 
 
 @given(steps(some_used=True))
 def test_the_ceiling_of_auto_is_no_lower_than_the_peak_of_a_forward_that_never_waits(
     made: Made,
 ) -> None:
-    choice = choice_of(made, None)
-    peak = peak_of_forward(made, choice)
-    assert choice.ceiling == max(ceiling_without_times(made, choice), peak)
+    schedule = choice_of(made, None)
+    peak = peak_of_forward(made, schedule)
+    assert schedule.ceiling == max(ceiling_without_times(made, schedule), peak)
 
 
 def test_one_large_activation_that_stays_counts_once_in_the_ceiling() -> None:
@@ -455,16 +463,16 @@ def test_one_large_activation_that_moves_has_room() -> None:
 def test_a_step_of_equal_activations_stays_below_its_ceiling(
     made: Made, quota: float | None
 ) -> None:
-    choice = choice_of(made, quota)
-    assert simulate(made, choice).peak <= choice.ceiling
+    schedule = choice_of(made, quota)
+    assert simulate(made, schedule).peak <= schedule.ceiling
 
 
 @given(steps(), quotas)
 def test_a_step_without_misses_stays_below_its_ceiling(made: Made, quota: float | None) -> None:
-    choice = choice_of(made, quota)
-    run = simulate(made, choice)
+    schedule = choice_of(made, quota)
+    run = simulate(made, schedule)
     assume(not run.misses)
-    assert run.peak <= choice.ceiling
+    assert run.peak <= schedule.ceiling
 
 
 @given(steps(all_used=True, may_stay=False), quotas)
@@ -473,8 +481,8 @@ def test_a_step_without_misses_stays_below_its_ceiling(made: Made, quota: float 
 def test_a_step_with_a_quota_misses_only_what_has_no_room_below_its_ceiling(
     made: Made, quota: float | None
 ) -> None:
-    choice = choice_of(made, quota)
-    assert simulate(made, choice).misses == len(has_no_room_in_time(made, choice))
+    schedule = choice_of(made, quota)
+    assert simulate(made, schedule).misses == len(has_no_room_in_time(made, schedule))
 
 
 @given(steps(equal_sizes=True), quotas)
@@ -491,17 +499,17 @@ def test_a_step_of_equal_activations_never_misses_a_prefetch(
 def test_what_moved_and_is_used_is_asked_back_once(
     made: Made, quota: float | None, knows_link: bool
 ) -> None:
-    choice = choice_of(made, quota, knows_link)
-    asked = [i for found in choice.fetch_at.values() for i in found]
-    assert sorted(asked) == sorted(i for i in made.order if i in choice.moved)
+    schedule = choice_of(made, quota, knows_link)
+    asked = [i for found in schedule.prefetch_at.values() for i in found]
+    assert sorted(asked) == sorted(i for i in made.order if i in schedule.moved)
 
 
 @given(steps(), quotas, known_links)
 def test_nothing_is_asked_back_after_its_use(
     made: Made, quota: float | None, knows_link: bool
 ) -> None:
-    choice = choice_of(made, quota, knows_link)
-    for use, found in choice.fetch_at.items():
+    schedule = choice_of(made, quota, knows_link)
+    for use, found in schedule.prefetch_at.items():
         assert all(use <= made.order.index(i) for i in found)
 
 
@@ -511,8 +519,8 @@ def test_nothing_is_asked_back_after_its_use(
 def test_what_moved_is_asked_back_a_use_before_its_own(
     made: Made, quota: float | None, knows_link: bool
 ) -> None:
-    choice = choice_of(made, quota, knows_link)
-    for use, found in choice.fetch_at.items():
+    schedule = choice_of(made, quota, knows_link)
+    for use, found in schedule.prefetch_at.items():
         assert all(use < made.order.index(i) for i in found)
 
 
@@ -520,9 +528,9 @@ def test_what_moved_is_asked_back_a_use_before_its_own(
 def test_all_is_asked_back_in_the_order_of_use(
     made: Made, quota: float | None, knows_link: bool
 ) -> None:
-    choice = choice_of(made, quota, knows_link)
-    asked = [i for use in sorted(choice.fetch_at) for i in choice.fetch_at[use]]
-    assert asked == [i for i in made.order if i in choice.moved]
+    schedule = choice_of(made, quota, knows_link)
+    asked = [i for use in sorted(schedule.prefetch_at) for i in schedule.prefetch_at[use]]
+    assert asked == [i for i in made.order if i in schedule.moved]
 
 
 @given(
@@ -538,10 +546,10 @@ def test_fetching_ahead_has_no_more_than_the_lead_on_the_way(
     drawn: tuple[list[int], list[int], set[int]],
 ) -> None:
     sizes, order, moved = drawn
-    fetch_at = fetch_ahead(sizes, order, frozenset(moved))
+    prefetch_at = prefetch_ahead(sizes, order, frozenset(moved))
     on_the_way: set[int] = set()
     for use, i in enumerate(order):
-        on_the_way |= set(fetch_at.get(use, ()))
+        on_the_way |= set(prefetch_at.get(use, ()))
         is_alone = on_the_way <= set(order[use : use + 2])
         assert is_alone or sum(sizes[k] for k in on_the_way) <= twice_a_large_one(sizes)
         on_the_way.discard(i)
@@ -549,14 +557,14 @@ def test_fetching_ahead_has_no_more_than_the_lead_on_the_way(
 
 
 def test_fetching_ahead_keeps_two_of_equal_size_on_the_way() -> None:
-    fetch_at = fetch_ahead([5] * 6, [5, 4, 3, 2, 1, 0], frozenset(range(6)))
-    assert fetch_at == {0: (5, 4), 1: (3,), 2: (2,), 3: (1,), 4: (0,)}
+    prefetch_at = prefetch_ahead([5] * 6, [5, 4, 3, 2, 1, 0], frozenset(range(6)))
+    assert prefetch_at == {0: (5, 4), 1: (3,), 2: (2,), 3: (1,), 4: (0,)}
 
 
 def test_fetching_ahead_does_not_ask_at_once_for_what_is_used_last() -> None:
     # Only the first two of a hundred went: there are 98 uses to go before they are wanted.
-    fetch_at = fetch_ahead([5] * 100, list(reversed(range(100))), frozenset({0, 1}))
-    assert min(fetch_at) >= 90
+    prefetch_at = prefetch_ahead([5] * 100, list(reversed(range(100))), frozenset({0, 1}))
+    assert min(prefetch_at) >= 90
 
 
 @given(steps(reversed_order=True, equal_sizes=True, all_used=True, may_stay=False))
@@ -568,10 +576,10 @@ def test_what_is_asked_back_in_time_is_there_at_its_use(made: Made) -> None:
 
 def test_what_is_asked_back_in_time_is_asked_two_copies_before_its_use() -> None:
     made = made_of([4] * 12, forward=10.0, backward=1.0, out=4.0, back=4.0)
-    choice = choice_of(made, 12)
+    schedule = choice_of(made, 12)
     # A copy takes a little more than a use; it and one to spare make three uses, rounded up.
     assert {
-        i: made.order.index(i) - use for use, found in choice.fetch_at.items() for i in found
+        i: made.order.index(i) - use for use, found in schedule.prefetch_at.items() for i in found
     } == {
         0: 3,
         1: 3,
@@ -582,9 +590,11 @@ def test_what_is_asked_back_in_time_is_asked_two_copies_before_its_use() -> None
 def test_one_large_activation_does_not_make_small_ones_come_back_early() -> None:
     # Ten small ones go; to copy one takes a tenth of a use. The large one stays.
     made = made_of([1] * 300 + [100], backward=1.0, out=10.0, back=10.0)
-    choice = choice_of(made, 10)
-    assert choice.moved == set(range(10))
-    early = {made.order.index(i) - use for use, found in choice.fetch_at.items() for i in found}
+    schedule = choice_of(made, 10)
+    assert schedule.moved == set(range(10))
+    early = {
+        made.order.index(i) - use for use, found in schedule.prefetch_at.items() for i in found
+    }
     assert early == {1}
 
 
@@ -592,9 +602,9 @@ def test_one_large_activation_does_not_make_small_ones_come_back_early() -> None
 def test_a_quota_over_a_slow_link_costs_no_more_than_all_copies_one_after_another(
     made: Made, quota: float | None
 ) -> None:
-    choice = choice_of(made, quota)
-    run = simulate(made, choice)
-    moved = bytes_moved(made, choice)
+    schedule = choice_of(made, quota)
+    run = simulate(made, schedule)
+    moved = bytes_moved(made, schedule)
     assert run.waited_out <= moved / made.link.out + LITTLE
     assert run.waited_in <= moved / made.link.back + LITTLE
 
@@ -603,37 +613,39 @@ def test_a_quota_over_a_slow_link_costs_no_more_than_all_copies_one_after_anothe
 
 
 @pytest.mark.parametrize("quota", [None, 0, 100, 0.0, 0.5, 1.0])
-@pytest.mark.parametrize("link", [None, Link(0.0, 0.0), Link(1.0, 0.0), Link(1.0, 1.0)])
+@pytest.mark.parametrize(
+    "link", [None, LinkRates(0.0, 0.0), LinkRates(1.0, 0.0), LinkRates(1.0, 1.0)]
+)
 def test_a_step_without_activations_is_an_empty_choice(
-    quota: float | None, link: Link | None
+    quota: float | None, link: LinkRates | None
 ) -> None:
-    assert choose([], [], quota, link) == Choice(frozenset(), 0, {})
+    assert make_schedule([], [], quota, link) == Schedule(frozenset(), 0, {})
 
 
 @pytest.mark.parametrize("quota", [None, 100, 1.0])
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_only_one_or_two_stay(quota: float | None, count: int) -> None:
     made = made_of([8] * count, out=100.0, back=100.0)
-    assert choice_of(made, quota) == Choice(frozenset(), 16, {})
+    assert choice_of(made, quota) == Schedule(frozenset(), 16, {})
 
 
 @pytest.mark.parametrize("knows_link", [False, True])
 def test_what_backward_never_uses_goes_and_is_never_asked_back(knows_link: bool) -> None:
     made = made_of([8] * 4, order=[], out=100.0)
-    choice = choice_of(made, None, knows_link)
-    assert choice == Choice(frozenset(range(4)), 16, {})
+    schedule = choice_of(made, None, knows_link)
+    assert schedule == Schedule(frozenset(range(4)), 16, {})
 
 
 def test_without_a_rate_auto_moves_all_that_may_go() -> None:
-    made = replace(made_of([8] * 5), link=Link(0.0, 0.0))
-    choice = choice_of(made, None)
-    assert choice.moved == {0, 1, 2}
-    assert choice.fetch_at == fetch_ahead(made.sizes, made.order, choice.moved)
+    made = replace(made_of([8] * 5), link=LinkRates(0.0, 0.0))
+    schedule = choice_of(made, None)
+    assert schedule.moved == {0, 1, 2}
+    assert schedule.prefetch_at == prefetch_ahead(made.sizes, made.order, schedule.moved)
 
 
 def test_without_a_rate_back_the_rate_out_is_counted_on() -> None:
     made = made_of([8] * 10, forward=10.0, backward=1.0, out=1.0, back=1.0)
-    unknown = replace(made, link=Link(1.0, 0.0))
+    unknown = replace(made, link=LinkRates(1.0, 0.0))
     assert choice_of(unknown, None).moved == choice_of(made, None).moved
 
 
@@ -641,28 +653,28 @@ def test_without_a_rate_back_the_rate_out_is_counted_on() -> None:
 def test_a_link_without_a_rate_back_still_gets_everything_back(
     made: Made, quota: float | None
 ) -> None:
-    choice = choose(made.entries, made.order, quota, Link(made.link.out, 0.0))
-    asked = [i for use in sorted(choice.fetch_at) for i in choice.fetch_at[use]]
-    assert asked == [i for i in made.order if i in choice.moved]
+    schedule = make_schedule(made.entries, made.order, quota, LinkRates(made.link.out, 0.0))
+    asked = [i for use in sorted(schedule.prefetch_at) for i in schedule.prefetch_at[use]]
+    assert asked == [i for i in made.order if i in schedule.moved]
 
 
 def test_where_all_happens_at_one_moment_auto_moves_nothing() -> None:
     made = made_of([8] * 10, forward=0.0, backward=0.0)
-    assert choice_of(made, None) == Choice(frozenset(), 80, {})
+    assert choice_of(made, None) == Schedule(frozenset(), 80, {})
 
 
 def test_where_all_is_used_at_one_moment_all_is_asked_back_at_the_first_use() -> None:
     made = made_of([8] * 5, forward=0.0, backward=0.0)
-    assert choice_of(made, 1.0).fetch_at == {0: (2, 1, 0)}
+    assert choice_of(made, 1.0).prefetch_at == {0: (2, 1, 0)}
 
 
 def test_the_lead_of_nothing_is_nothing() -> None:
-    assert lead_of([]) == 0
+    assert bytes_in_flight([]) == 0
 
 
 @given(st.lists(st.integers(1, 100), max_size=50))
 def test_the_lead_is_twice_the_size_at_the_ninetieth_percentile(sizes: list[int]) -> None:
-    assert lead_of(sizes) == twice_a_large_one(sizes)
+    assert bytes_in_flight(sizes) == twice_a_large_one(sizes)
 
 
 @pytest.mark.parametrize(
@@ -678,7 +690,7 @@ def test_the_lead_is_twice_the_size_at_the_ninetieth_percentile(sizes: list[int]
     ],
 )
 def test_a_few_that_are_far_larger_do_not_count_in_the_lead(sizes: list[int], lead: int) -> None:
-    assert lead_of(sizes) == lead
+    assert bytes_in_flight(sizes) == lead
 
 
 @given(steps(), quotas, known_links)
@@ -699,16 +711,16 @@ def test_the_unit_of_time_does_not_matter(made: Made, quota: float | None, power
         )
         for entry in made.entries
     ]
-    link = Link(made.link.out / slower, made.link.back / slower)
-    assert choose(entries, made.order, quota, link) == choice_of(made, quota)
+    link = LinkRates(made.link.out / slower, made.link.back / slower)
+    assert make_schedule(entries, made.order, quota, link) == choice_of(made, quota)
 
 
-def test_what_does_not_hurry_may_be_on_the_way_as_long_as_it_takes() -> None:
-    entries = [Entry(8, saved_at=float(i), used_at=16.0 - 2 * i) for i in range(4)]
-    order, link = [3, 2, 1, 0], Link(out=4.1 / 0.95, back=4.1 / 0.95)  # 1.95 s for each
-    hurried = choose(entries, order, 1.0, link)
-    unhurried = choose(entries, order, 1.0, link, hurries=False)
-    assert sorted(hurried.moved) == sorted(unhurried.moved) == [0, 1]
+def test_what_is_not_limited_may_be_in_flight_as_long_as_it_takes() -> None:
+    entries = [ActivationTimes(8, saved_at=float(i), used_at=16.0 - 2 * i) for i in range(4)]
+    order, link = [3, 2, 1, 0], LinkRates(out=4.1 / 0.95, back=4.1 / 0.95)  # 1.95 s for each
+    limited = make_schedule(entries, order, 1.0, link)
+    unlimited = make_schedule(entries, order, 1.0, link, limit_in_flight=False)
+    assert sorted(limited.moved) == sorted(unlimited.moved) == [0, 1]
     # The first has left when the third is saved, the second when the fifth would be.
-    assert (hurried.ceiling, unhurried.ceiling) == (16, 24 + 16)
-    assert unhurried.ceilings == (8 + 16, 16 + 16, 16 + 16, 24 + 16)  # two may be late
+    assert (limited.ceiling, unlimited.ceiling) == (16, 24 + 16)
+    assert unlimited.forward_ceilings == (8 + 16, 16 + 16, 16 + 16, 24 + 16)  # two may be late

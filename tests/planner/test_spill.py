@@ -11,7 +11,6 @@ from torch import Tensor
 
 import rekindle
 from benchmarks.decoder import SHAPES, Decoder
-from rekindle.offload.context import engine_of
 from rekindle.planner import fit
 from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.measure.link import link_bandwidth
@@ -20,7 +19,7 @@ from rekindle.planner.profile_model import Bench, bench_for
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import BlockProfile
 from rekindle.regions.selective.decisions import Decision
-from rekindle.regions.selective.offload_bridge import _options
+from rekindle.regions.selective.offload_bridge import offloader_of
 from rekindle.regions.selective.planned_ops import NumberedOpsPolicy
 from rekindle.strategy import Keep, NumberedOps, SavedIndices, Selective
 from tests.toys import Stack, same_bits
@@ -164,18 +163,18 @@ def test_what_leaves_is_seen_out_before_the_backward_of_a_last_block_that_moves_
     options = [moving] * 5 + [keep]
     plan = plan_by(profile, 0, options, simulate(profile, options), 0.0)
     rekindle.apply(decoder, plan)
-    lane = engine_of(_options(Decision.SPILL_AS_PLANNED))._lanes[x.device]
-    assert lane is not None, "the profile has used it"
+    offloader = offloader_of(Decision.SPILL_AS_PLANNED).by_device[x.device]
+    assert offloader is not None, "the profile has used it"
     found = []
 
     def note(_grad: Tensor) -> None:
-        assert lane._step is not None, "something left"
-        found.append(lane._step.has_turned)
+        assert offloader._step is not None, "something left"
+        found.append(offloader._step.backward_started)
 
     decoder.blocks[5].mlp.down.weight.register_hook(note)  # the first of the last block's backward
     out = decoder(x)
-    assert lane._step is not None, "something left"
-    assert not lane._step.has_turned
+    assert offloader._step is not None, "something left"
+    assert not offloader._step.backward_started
     out.sum().backward()
     assert found == [True]
 
@@ -189,7 +188,7 @@ def test_disk_is_given_back_when_the_plan_is_removed(
         gradients(decoder, x)
     assert seen.spill.pool_bytes > 0
     rekindle.remove(decoder)
-    assert engine_of(_options(Decision.SPILL_AS_PLANNED))._lanes[x.device].tier.pool_bytes == 0  # type: ignore[union-attr]
+    assert offloader_of(Decision.SPILL_AS_PLANNED).by_device[x.device].tier.pool_bytes == 0  # type: ignore[union-attr]
 
 
 def test_a_folder_that_cannot_be_written_is_named(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.offload.device_offloader import Lane
+from rekindle.offload.device_offloader import DeviceOffloader
 from rekindle.planner import plan_for_budget, verified_plan
 from rekindle.planner.gradient_fingerprints import FingerprintCollector, Fingerprints
 from rekindle.planner.timeline import simulate
@@ -158,17 +158,17 @@ def scaled(raw: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("first_wrong_step", [1, 2, 4])
 def test_offload_that_goes_wrong_in_a_later_step_is_not_trained_with(
-    monkeypatch: pytest.MonkeyPatch, new_engines: None, first_wrong_step: int
+    monkeypatch: pytest.MonkeyPatch, new_offloaders: None, first_wrong_step: int
 ) -> None:
     """Its plan gives way to one of whole blocks, and a warning names the parameters."""
     model, x, profile = moving_model(monkeypatch)
-    given_back, steps = Lane.ask, []
+    given_back, steps = DeviceOffloader.load, []
 
-    def wrong(self: Lane, activation: Any) -> Tensor:
+    def wrong(self: DeviceOffloader, activation: Any) -> Tensor:
         value = given_back(self, activation)
         return scaled(value) if len(steps) > first_wrong_step else value
 
-    monkeypatch.setattr(Lane, "ask", wrong)
+    monkeypatch.setattr(DeviceOffloader, "load", wrong)
     model.register_forward_pre_hook(lambda *_: steps.append(1))
     with pytest.warns(UserWarning, match="other gradients than the same step") as caught:
         plan = rekindle.fit(model, x, "90%", loss=mean, profile=profile)
@@ -181,7 +181,7 @@ def test_offload_that_goes_wrong_in_a_later_step_is_not_trained_with(
 
 
 def test_wrong_offload_without_another_plan_that_fits_is_refused(
-    monkeypatch: pytest.MonkeyPatch, new_engines: None
+    monkeypatch: pytest.MonkeyPatch, new_offloaders: None
 ) -> None:
     model, x, profile = moving_model(monkeypatch)
     large = [
@@ -189,8 +189,8 @@ def test_wrong_offload_without_another_plan_that_fits_is_refused(
         for o in profile.blocks[0].candidates
     ]
     profile = replace(profile, blocks=(replace(profile.blocks[0], candidates=tuple(large)),))
-    given_back = Lane.ask
-    monkeypatch.setattr(Lane, "ask", lambda self, what: scaled(given_back(self, what)))
+    given_back = DeviceOffloader.load
+    monkeypatch.setattr(DeviceOffloader, "load", lambda self, what: scaled(given_back(self, what)))
     with unchanged(model), pytest.raises(rekindle.RekindleError, match="bug in rekindle"):
         rekindle.fit(model, x, "90%", loss=mean, profile=profile)
 

@@ -13,11 +13,10 @@ from torch import Tensor
 import rekindle
 import rekindle.compat.checkpoint
 from rekindle import policies
-from rekindle.offload.offload_options import TierName
 from rekindle.regions.saved_indices import SavedIndicesEngine
 from rekindle.regions.selective.decisions import AS_PLANNED, Decision
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
-from rekindle.strategy import SavedIndices
+from rekindle.strategy import SavedIndices, TierName
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

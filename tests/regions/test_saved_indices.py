@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rekindle
 from benchmarks.decoder import SHAPES, Decoder
-from rekindle.offload.context import kept
+from rekindle.offload.context import keep_on_device
 from rekindle.offload.derive import Derivation
 from rekindle.regions.saved_indices import recomputable_indices
 from rekindle.strategy import SavedIndices
@@ -391,7 +391,7 @@ class OpsSeen(TorchDispatchMode):
 
 def test_what_is_kept_is_packed_past_the_modes_that_see_ops() -> None:
     x = leaf(4)
-    with OpsSeen() as seen, kept():
+    with OpsSeen() as seen, keep_on_device():
         out = x.exp()
     assert seen.names == ["aten::exp"]
     out.sum().backward()

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.library import Library
 
 from rekindle.errors import OffloadError
-from rekindle.offload.activation import Kept, Saved
+from rekindle.offload.saved_tensors import KeptTensor, OffloadedTensor
 from rekindle.regions.selective.decisions import Decision
-from rekindle.regions.selective.offload_bridge import pause, take
+from rekindle.regions.selective.offload_bridge import copy_out, pause
 from rekindle.torch_private.autograd_graph import keep_graph
 
 _library = Library("rekindle", "FRAGMENT")
@@ -28,7 +28,7 @@ _library.define(
 class _Ticket(bytearray):
     """Eight bytes that hold a number, with the activation that the offloader has for it."""
 
-    saved: Saved | Kept
+    saved: OffloadedTensor | KeptTensor
 
 
 _tickets: "WeakValueDictionary[int, _Ticket]" = WeakValueDictionary()
@@ -49,7 +49,7 @@ def _send(leaving: list[Tensor], staying: list[Tensor], decisions: list[str]) ->
         shared.add(x.untyped_storage().data_ptr())
         number = next(_numbers)
         ticket = _tickets[number] = _Ticket(number.to_bytes(8, "little"))
-        ticket.saved = take(Decision(decision), x.clone() if is_shared else x)
+        ticket.saved = copy_out(Decision(decision), x.clone() if is_shared else x)
         tickets.append(torch.frombuffer(ticket, dtype=torch.int64))
     pause(set(map(Decision, decisions)), failed=False)
     return tickets

@@ -348,8 +348,8 @@ def _as_policy(path: str, part: Any) -> Policy:
 
 def _offload_policy(path: str, part: Offload) -> Policy:
     """What `rekindle.offload(...)` stands for inside a region; there it has fewer options."""
-    tier, size = part.options.tier, part.options.min_bytes
-    if part != offload(tier=tier, quota=1.0, min_bytes=size, derive=part.options.derive):
+    tier, size = part.strategy.tier, part.strategy.min_bytes
+    if part != offload(tier=tier, quota=1.0, min_bytes=size, derive=part.strategy.derive):
         raise ValueError(
             f"{path} is inside a module that is recomputed or has a policy: there, of the options "
             f"of offload only tier and min_bytes count, but got {part!r}"

@@ -19,7 +19,7 @@ from torch import nn
 
 from rekindle._api.checkpoint import checkpoint
 from rekindle.errors import RekindleError
-from rekindle.offload.context import Offload, kept
+from rekindle.offload.context import Offload, keep_on_device
 from rekindle.policies import Policy
 from rekindle.regions.base import run_under_hooks
 from rekindle.regions.saved_indices import SavedIndicesEngine
@@ -128,7 +128,7 @@ class Forward:
         if self._by_index is not None:
             return self._by_index.around(forward)
         assert not isinstance(way, SavedIndices), "it has an engine"
-        return way if isinstance(way, Offload) else kept()
+        return way if isinstance(way, Offload) else keep_on_device()
 
     def __reduce__(self) -> Any:
         return Forward, (self.__self__, self.way, self.own)

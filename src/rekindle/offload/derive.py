@@ -1,9 +1,9 @@
-"""Activations that one cheap op gives back from others that are saved anyway.
+"""Derivations: activations that one cheap op makes again from tensors that are saved anyway.
 
 The output of an elementwise op is often saved by the op after it, while the op itself has saved all
 of its inputs: `silu(gate) * up` is, and so is a norm's product with its weight. To make such an
 activation again takes the device a hundredth of the time in which a link could carry it. So it is
-neither kept nor sent: autograd's own node tells which op made it, and from what.
+neither kept nor copied out: autograd's own node tells which op made it, and from what.
 
 Note [When a node tells the whole truth]. A tensor at version 0 is what the op behind its `grad_fn`
 made: whoever changes a tensor in place either becomes its `grad_fn` or moves its version. The ops
@@ -21,17 +21,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from rekindle.errors import RekindleError
-from rekindle.offload.activation import Source, bytes_of
+from rekindle.offload.activation import bytes_of
+from rekindle.offload.saved_tensors import SavedTensor
 from rekindle.torch_private.autocast import any_autocast
 from rekindle.torch_private.autograd_graph import saved_by
 from rekindle.torch_private.grad_mode import without_grad
 from rekindle.torch_private.torch_function import torch_function_disabled
 from rekindle.torch_private.version_counters import version_of
 
-_Made = Callable[[Any], Callable[..., Tensor]]
-"""The op that a node stands for, given the node: some have settings."""
+_OpOfNode = Callable[[Any], Callable[..., Tensor]]
+"""Returns the op that a node stands for, given the node: some have settings."""
 
-_OPS: dict[str, tuple[_Made, tuple[str, ...]]] = {
+_OPS: dict[str, tuple[_OpOfNode, tuple[str, ...]]] = {
     "DivBackward0": (lambda _: torch.div, ("self", "other")),
     "GeluBackward0": (
         lambda node: partial(functional.gelu, approximate=node._saved_approximate),
@@ -41,29 +42,29 @@ _OPS: dict[str, tuple[_Made, tuple[str, ...]]] = {
     "MulBackward0": (lambda _: torch.mul, ("self", "other")),
     "SiluBackward0": (lambda _: functional.silu, ("self",)),
 }
-"""Nodes of elementwise ops, and the inputs that each saves."""
+"""By the name of the node of an elementwise op: the op, and the inputs that the node saves."""
 
 
-_TIMES_READ = 4
-"""How many times its own size an activation may read: that is what takes the time."""
+_MAX_READ_RATIO = 4
+"""Largest ratio of bytes read to bytes made: reading is what takes the time."""
 _PIECE = 16 * 2**20
-"""How many bytes are compared at a time: comparing takes memory too."""
-_DEEPEST = 2
-"""An activation may be made from one that is made from others, and no further."""
+"""Bytes that are compared at a time: comparing takes memory too."""
+_MAX_DEPTH = 2
+"""Longest chain of ops: an activation may be derived from one that is derived, and no further."""
 
 
 class Derivation:
-    """What an activation is made from."""
+    """One op and the saved tensors that it makes an activation from."""
 
     __slots__ = ("_inputs", "_op", "_shape", "_stride", "_threads", "depth", "dtype", "name")
 
     def __init__(
-        self, name: str, op: Callable[..., Tensor], inputs: list[Source], made: Tensor
+        self, name: str, op: Callable[..., Tensor], inputs: list[SavedTensor], made: Tensor
     ) -> None:
         self.name = name
         self._op = op
         self._threads = torch.get_num_threads()
-        """How many share the work on a CPU: it is cut up by that, and ends of pieces round so."""
+        """Number of CPU threads: work is cut up by it, and the ends of pieces round accordingly."""
         self._inputs = inputs
         self.dtype = made.dtype
         self._shape = made.shape
@@ -71,9 +72,9 @@ class Derivation:
         self.depth = 1 + max(source.depth for source in inputs)
 
     def gives(self, data: Tensor) -> bool:
-        """Whether it gives these bytes; False if that cannot be seen, for want of something."""
+        """True if the op gives these bytes; False also if that cannot be tried now."""
         try:
-            made = self.at_hand()
+            made = self.without_waiting()
             if made is None:
                 return False
             again = bytes_of(made.untyped_storage(), made.device)
@@ -82,13 +83,13 @@ class Derivation:
         except torch.OutOfMemoryError:
             return False
 
-    def at_hand(self) -> Tensor | None:
-        """The tensor, if all that it is made from is at hand."""
-        inputs = [x for source in self._inputs if (x := source.at_hand()) is not None]
+    def without_waiting(self) -> Tensor | None:
+        """Returns the tensor if all its inputs are to be had without waiting; else None."""
+        inputs = [x for source in self._inputs if (x := source.without_waiting()) is not None]
         return self._make(inputs) if len(inputs) == len(self._inputs) else None
 
     def make(self, cure: str) -> Tensor:
-        """The tensor, made again; an error says what helps."""
+        """Returns the tensor, made again. `cure` ends the message of an error."""
         try:
             return self._make([source.get() for source in self._inputs])
         except RekindleError as error:
@@ -109,7 +110,7 @@ class Derivation:
                 if kind == "cpu" and threads != self._threads:
                     torch.set_num_threads(self._threads)
                 with torch_function_disabled():
-                    return without_grad(self._made, inputs)
+                    return without_grad(self._run_op, inputs)
             finally:  # each begins with a call of C, before which nothing can strike
                 if kind == "cpu" and threads != self._threads:
                     torch.set_num_threads(threads)
@@ -117,7 +118,7 @@ class Derivation:
             if is_cast:
                 torch.set_autocast_enabled(kind, True)
 
-    def _made(self, inputs: list[Tensor]) -> Tensor:
+    def _run_op(self, inputs: list[Tensor]) -> Tensor:
         made = self._op(*inputs)
         if made.stride() != self._stride:
             made = torch.empty_strided(
@@ -127,16 +128,16 @@ class Derivation:
 
 
 def is_made_by_its_node(x: Tensor) -> bool:
-    """Whether a saved tensor, or what it is a view of, has a node that made it."""
+    """True if a saved tensor, or its base if it is a view, has a node that made it."""
     return (x if x._base is None else x._base).grad_fn is not None
 
 
 def derivation_of(
-    x: Tensor, storage: torch.UntypedStorage, may_give: Callable[[Any], bool]
+    x: Tensor, storage: torch.UntypedStorage, may_derive_from: Callable[[Any], bool]
 ) -> Derivation | None:
-    """How to make the whole storage of a saved tensor again, if a cheap op does.
+    """Returns how a cheap op makes the whole storage of a saved tensor again; None if none does.
 
-    `may_give` says of what was packed for an input whether it is one to make something from.
+    `may_derive_from` says of a packed input whether an activation may be derived from it.
     """
     made = x if x._base is None else x._base
     node = made.grad_fn
@@ -146,10 +147,10 @@ def derivation_of(
     if made.numel() * made.element_size() != storage.nbytes():
         return None
     op, names = _OPS[node.name()]
-    inputs: list[Source] = [saved_by(node, name) for name in names]
-    if not all(may_give(source) and source.is_unchanged() for source in inputs):
+    inputs: list[SavedTensor] = [saved_by(node, name) for name in names]
+    if not all(may_derive_from(source) and source.is_unchanged() for source in inputs):
         return None
-    if sum(source.nbytes for source in inputs) > _TIMES_READ * storage.nbytes():
+    if sum(source.nbytes for source in inputs) > _MAX_READ_RATIO * storage.nbytes():
         return None
     derivation = Derivation(node.name(), op(node), inputs, made)
-    return derivation if derivation.depth <= _DEEPEST else None
+    return derivation if derivation.depth <= _MAX_DEPTH else None

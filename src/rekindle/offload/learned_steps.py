@@ -1,78 +1,85 @@
-"""What a lane knows of the steps it has seen, and what it expects of the next one."""
+"""The steps that a device offloader has seen, and what it expects of the next one."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rekindle.offload.step_activations import Step
-from rekindle.offload.step_profile import History, first_seen, measured, seen_again
+from rekindle.offload.step_activations import StepActivations
+from rekindle.offload.step_profile import (
+    StepProfile,
+    measured_profile,
+    profile_of_first,
+    profile_of_repeat,
+)
 
 if TYPE_CHECKING:
     from rekindle.offload.tiers.base import Tier
 
-_KNOWN_STEPS = 16
-"""How many steps are remembered: of several models, or of several shapes."""
+_MAX_KNOWN = 16
+"""Number of steps that are remembered, for a model that is called with several shapes."""
 _TRIALS = 8
-"""How many steps are measured in a row without learning anything that can be used: a shape that
-never comes again would have all the others measured for ever."""
-_HARDLY = 0.02
-"""The share of a step that may be spent waiting if as much was to go as costs no time."""
+"""Number of steps that are measured in a row without learning anything that can be used: a shape
+that never comes again would have all the others measured for ever."""
+_MAX_WAITED = 0.02
+"""With quota="auto": the share of a step that the device may wait before it is scheduled anew."""
 
 
-class Lessons:
-    """Told of steps that are over; says what the next one is taken for."""
+class LearnedSteps:
+    """Learns from steps that are over, and guesses which known step the next one repeats."""
 
-    def __init__(self, quota: float | None, tier: "Tier", hurries: bool = True) -> None:
+    def __init__(self, quota: float | None, tier: "Tier", limit_in_flight: bool = True) -> None:
         self._quota = quota
-        self._hurries = hurries
+        self._limit_in_flight = limit_in_flight
         self._tier = tier
-        self.known: list[History] = []
-        """The last one first."""
+        self.known: list[StepProfile] = []
+        """Steps that were seen, the last one first."""
         self._share: float | None = None
-        """What was chosen last, as a share."""
+        """The share that the last schedule moves."""
         self._trials = _TRIALS
 
     @property
     def usual_quota(self) -> float:
-        """For a step that is not known: the quota, or what was free in others."""
+        """The quota for a step that is not known: the user's, or the share that was free last."""
         usual = self._share if self._quota is None else self._quota
         return 1.0 if usual is None else usual
 
-    def next_step(self) -> Step:
-        """The next step, taken for the last one until it shows to be another."""
+    def next_step(self) -> StepActivations:
+        """Begin a step, taken for a repeat of the last one until it shows to be another."""
         is_measured = self._trials > 0 and not all(known.is_checked for known in self.known)
         self._trials -= is_measured
         self._tier.time_copies(is_measured)
-        step = Step(self.known[0] if self.known else None, is_measured)
+        step = StepActivations(self.known[0] if self.known else None, is_measured)
         if is_measured:
-            step.growth = self._tier.growth()
+            step.tier_growth = self._tier.growth()
         return step
 
-    def learn(self, step: Step) -> None:
+    def learn(self, step: StepActivations) -> None:
         """Learn from a step that is over."""
         known = next((k for k in self.known if k.sizes == tuple(step.sizes)), None)
-        found = self._first(step) if known is None else self._again(known, step)
+        found = self._learn_first(step) if known is None else self._learn_repeat(known, step)
         if found.writes != step.writes:
             found = replace(found, writes=step.writes)
-        self.known = [found, *(k for k in self.known if k is not known)][:_KNOWN_STEPS]
+        self.known = [found, *(k for k in self.known if k is not known)][:_MAX_KNOWN]
 
-    def _first(self, step: Step) -> History:
+    def _learn_first(self, step: StepActivations) -> StepProfile:
         if step.is_measured and self._quota is None:
-            self._share = measured(step.sizes, step.diary, None, self._tier).share
-        return first_seen(step.sizes, step.diary, self._quota, step.were_derived, self._hurries)
+            self._share = measured_profile(step.sizes, step.record, None, self._tier).share
+        return profile_of_first(
+            step.sizes, step.record, self._quota, step.derived_keys, self._limit_in_flight
+        )
 
-    def _again(self, known: History, step: Step) -> History:
+    def _learn_repeat(self, known: StepProfile, step: StepActivations) -> StepProfile:
         if known.is_checked:
-            return known.without(step.diary.stays)
+            return known.with_staying(step.record.stays)
         if not step.tells_times_of(known):
             self._trials = _TRIALS  # it comes again, so it is worth measuring
-            return known.without(step.diary.stays)
+            return known.with_staying(step.record.stays)
         self._trials = _TRIALS
-        if known.is_settled and step.diary.share_waited(self._tier) <= _HARDLY:
+        if known.is_timed and step.record.share_waited(self._tier) <= _MAX_WAITED:
             self._tier.shrink()
             return known.checked()
-        found = seen_again(known, step.diary, self._quota, self._tier)
+        found = profile_of_repeat(known, step.record, self._quota, self._tier)
         self._share = found.share
-        if self._quota is not None:  # it was asked for, whether the device waits or not
+        if self._quota is not None:  # the user asked for it, whether the device waits or not
             return found.checked()
         self._tier.watch_use()
         return found

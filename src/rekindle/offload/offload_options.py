@@ -1,47 +1,28 @@
-"""What a user may ask of the offload engine, checked once."""
+"""The arguments of `rekindle.offload`, checked once and made into a strategy."""
 
 import os
 import tempfile
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rekindle.sizes import parse_bytes
+from rekindle.strategy import Offload, TierName
 
-TierName = Literal["host", "disk"]
 FATE_OF_TIER: dict[TierName, str] = {"host": "offload", "disk": "spill"}
+"""By tier: the word by which `apply` and policies name it."""
 OnFull = Literal["keep", "raise"]
 Quota = int | float | str
 
 
-@dataclass(frozen=True)
-class Options:
-    """How activations are offloaded: a value, by which the engine for it is found again."""
-
-    tier: TierName
-    quota: int | float | None
-    """Bytes, a share of what can be moved, or None: as much as costs no time."""
-    min_bytes: int
-    max_host_bytes: int | None
-    directory: str | None
-    on_full: OnFull
-    derive: bool
-    is_share: bool = False
-    """Whether the quota is a share: 1 byte is not everything, though 1 equals 1.0."""
-    hurries: bool = True
-    """Whether the device waits for copies so that little is on the way; else they take their time,
-    as long as the forward lasts."""
-
-
-def options_of(
-    tier: TierName,
-    quota: Quota,
-    min_bytes: int | str,
-    max_host_bytes: int | str | None,
-    directory: str | os.PathLike[str] | None,
-    on_full: OnFull,
-    derive: bool,
-) -> Options:
-    """The options, or an error that names the one that is wrong."""
+def offload_strategy(
+    tier: TierName = "host",
+    quota: Quota = "auto",
+    min_bytes: int | str = "1MiB",
+    max_host_bytes: int | str | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    on_full: OnFull = "keep",
+    derive: bool = True,
+) -> Offload:
+    """Returns the strategy, or raises an error that names the argument that is wrong."""
     if tier not in get_args(TierName):
         raise ValueError(f'tier should be "host" or "disk", but got {tier!r}')
     if on_full not in get_args(OnFull):
@@ -51,16 +32,14 @@ def options_of(
     if not isinstance(derive, bool):
         raise TypeError(f"derive should be True or False, but got {derive!r}")
     smallest = parse_bytes(min_bytes, "min_bytes")
-    amount = _quota(quota, smallest)
-    return Options(
+    return Offload(
         tier,
-        amount,
+        _quota(quota, smallest),
         smallest,
         None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes"),
         _directory(directory) if tier == "disk" else None,
         on_full,
         derive,
-        isinstance(amount, float),
     )
 
 

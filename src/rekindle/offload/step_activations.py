@@ -1,156 +1,162 @@
-"""The activations of one step, from the first that is saved to the last that is used."""
+"""The activations of one training step, from the first that is saved to the last that is used."""
 
 from collections import deque
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import ref
 
-from rekindle.offload.schedule import Choice, fetch_ahead, lead_of
-from rekindle.offload.step_profile import Derivable, Diary, History
+from rekindle.offload.residency import ON_DEVICE
+from rekindle.offload.schedule import Schedule, bytes_in_flight, prefetch_ahead
+from rekindle.offload.step_profile import DerivableKey, StepProfile, StepRecord
 
 if TYPE_CHECKING:
     from rekindle.offload.activation import Activation
 
-Place: TypeAlias = tuple[int, int]
-"""Which op it is: the thread, and how many ops autograd had followed there."""
+OpPosition: TypeAlias = tuple[int, int]
+"""Identifies the op that saves: the thread, and how many nodes autograd had made there."""
 
 
-class Step:
-    """What is saved between two backwards. Note [What a step is].
+class StepActivations:
+    """The activations saved between two backwards. Note [What a step is].
 
-    It knows its activations weakly: they belong to autograd and die with the nodes that saved them.
+    It holds them weakly: they belong to autograd and die with the nodes that saved them.
     """
 
-    def __init__(self, history: History | None, is_measured: bool) -> None:
-        self.history = history
-        """The step that this one repeats, as far as one can tell by now."""
-        self.choice: Choice | None = history.choice if history else None
+    def __init__(self, profile: StepProfile | None, is_measured: bool) -> None:
+        self.profile = profile
+        """The known step that this one repeats, as far as one can tell by now."""
+        self.schedule: Schedule | None = profile.schedule if profile else None
         self.is_measured = is_measured
-        """Whether it is written down when things happen."""
-        self.growth = 0
-        """What the tier had set aside when it began."""
-        self.set_memory_aside = False
-        """Whether more had to be, which takes a while: its times are too long."""
-        self.diary = Diary()
-        self.has_turned = False
-        """Whether backward has begun."""
-        self.is_broken = False
-        """Whether something was interrupted while it was noted down: nothing is learnt from it."""
+        """Whether times are recorded."""
+        self.tier_growth = 0
+        """The tier's `growth()` when the step began."""
+        self.grew_memory = False
+        """Whether memory had to be allocated, which takes a while: its times are too long."""
+        self.record = StepRecord()
+        self.backward_started = False
+        self.interrupted = False
+        """Whether an interrupt hit its bookkeeping: nothing is learnt from it."""
         self.activations: list[ref[Activation]] = []
+        """Activations that can be copied out, by their index."""
         self.derived: list[ref[Activation]] = []
-        """Those that are made from others; the rest of what is here is not about them."""
+        """Activations that are derived from other saved tensors. They have no index."""
         self.derivable = 0
-        """How many could be, by their nodes."""
-        self.were_derived: set[Derivable] = set()
-        """Which of those were."""
+        """Number of activations that one op could make, going by their nodes."""
+        self.derived_keys: set[DerivableKey] = set()
+        """Those of them that are derived."""
         self.by_storage: dict[int, ref[Activation]] = {}
         self.writes: dict[int, int] = {}
-        """How often each activation may have been written to between two saves, where it was."""
+        """By index: how often an activation may have been written to between two saves."""
         self.sizes: list[int] = []
         self.largest = 0
-        self.living = 0
-        self.here = 0
-        """Bytes on the device."""
-        self.seen = self.sent = 0
-        """In an unknown step: bytes that could be sent so far, and that were."""
-        self.last: deque[tuple[ref[Activation], int]] = deque()
+        self.alive = 0
+        """Number of activations that are not dead, derived ones included."""
+        self.device_bytes = 0
+        """Bytes of its activations on the device."""
+        self.offered_bytes = self.sent_bytes = 0
+        """In an unknown step: bytes that could be copied out so far, and that were."""
+        self._recent: deque[tuple[ref[Activation], int]] = deque()
         """In an unknown step: those saved last, with their sizes; backward may want them first."""
-        self.last_bytes = 0
-        self.loose: list[tuple[ref[Activation], Place]] = []
-        """Those to be looked at again, and where they were saved: Note [Whose tensor is it]."""
-        self.turn_of: dict[int, int] = {}
-        """The turn at which backward is expected to use each activation."""
-        self.reached = -1
-        """The last turn that has come."""
-        self.coming: list[ref[Activation]] = []
-        """What is on its way back, if that goes in stages."""
-        self.wanted: deque[int] = deque()
-        """What is to be fetched next."""
+        self._recent_bytes = 0
+        self.owner_unknown: list[tuple[ref[Activation], OpPosition]] = []
+        """Activations to look at again, and the op that saved each: Note [Whose tensor is it]."""
+        self._position_of: dict[int, int] = {}
+        """By index: the position in backward at which an activation is expected to be used."""
+        self._position = -1
+        """The last position that backward has reached."""
+        self.returning: list[ref[Activation]] = []
+        """Activations on their way back, if the tier copies back in stages."""
+        self.to_prefetch: deque[int] = deque()
+        """Indices of activations to copy back next."""
 
     @property
     def lead(self) -> int:
-        """In an unknown step: how much is to follow an activation before it goes."""
+        """In an unknown step: bytes that have to follow an activation before it is copied out."""
         return 2 * self.largest
 
     @property
     def is_as_known(self) -> bool:
-        """Whether it went as one that is known, to the end."""
-        return self.history is not None and len(self.sizes) == len(self.history.sizes)
+        """True if it went as a known step, to the end."""
+        return self.profile is not None and len(self.sizes) == len(self.profile.sizes)
 
-    def tells_times_of(self, known: History) -> bool:
-        """Whether a step that was seen before can be judged by the times of this one."""
-        is_whole = len(self.diary.uses) >= len(known.order)
-        return self.is_measured and is_whole and not self.set_memory_aside
+    def tells_times_of(self, known: StepProfile) -> bool:
+        """True if the times of this step are those of the known step, undisturbed."""
+        is_whole = len(self.record.uses) >= len(known.order)
+        return self.is_measured and is_whole and not self.grew_memory
 
     def add(self, activation: "Activation", key: int) -> None:
+        """Add an activation that was just saved; `key` is that of its storage."""
         weak = ref(activation)
         self.by_storage[key] = weak
-        if activation.made_from is not None:
+        if activation.derivation is not None:
             self.derived.append(weak)
             return
         nbytes, largest = activation.nbytes, max(self.largest, activation.nbytes)
         activation.index = len(self.activations)
-        activation.counts = True  # and from here on no call, so that nothing can strike between
-        self.here += nbytes
+        activation.is_counted = True  # and from here on no call, so that nothing can strike between
+        self.device_bytes += nbytes
         self.activations += (weak,)
         self.sizes += (nbytes,)
         self.largest = largest
 
     def is_complete(self, activation: "Activation") -> bool:
-        """Whether no more writes to an activation are to be expected before backward."""
-        return self.history is None or activation.writes >= self.history.writes.get(
+        """True if no more writes to an activation are expected before backward."""
+        return self.profile is None or activation.writes >= self.profile.writes.get(
             activation.index, 0
         )
 
-    def restart(self, index: int) -> None:
-        """Another backward begins, with this activation: it may use what was used before."""
-        self.reached = min(self.reached, self.turn_of.get(index, 0) - 1)
-
-    def follow(self, known: list[History]) -> None:
-        """See whether the step still goes as one that is known."""
+    def match_known(self, known: list[StepProfile]) -> None:
+        """Compare the last saved size with the known step; on a mismatch look for another one."""
         last = len(self.sizes) - 1
-        guess = self.history
+        guess = self.profile
         if guess is None or (last < len(guess.sizes) and guess.sizes[last] == self.sizes[last]):
             return
         sizes = tuple(self.sizes)
-        self.history = next((k for k in known if k.sizes[: len(sizes)] == sizes), None)
-        self.choice = self.history.choice if self.history else None
+        self.profile = next((k for k in known if k.sizes[: len(sizes)] == sizes), None)
+        self.schedule = self.profile.schedule if self.profile else None
 
     def line_up(self, activation: "Activation") -> "list[Activation]":
-        """Those that may go, now that this one was saved: enough have followed them.
+        """Returns those that may leave now, in an unknown step: enough was saved after them.
 
-        In an unknown step any activation may be among the last, which are not to go at all.
+        Any activation of an unknown step may be among the last, which are not to leave at all.
         """
-        self.last.append((ref(activation), activation.nbytes))
-        self.last_bytes += activation.nbytes
+        self._recent.append((ref(activation), activation.nbytes))
+        self._recent_bytes += activation.nbytes
         ready: list[Activation] = []
-        while self.last_bytes - self.last[0][1] >= self.lead:
-            weak, nbytes = self.last.popleft()
-            self.last_bytes -= nbytes
+        while self._recent_bytes - self._recent[0][1] >= self.lead:
+            weak, nbytes = self._recent.popleft()
+            self._recent_bytes -= nbytes
             first = weak()
             if first is not None:
                 ready.append(first)
         return ready
 
-    def turn(self, known: list[History]) -> None:
-        """Backward begins: from now on the order of uses counts."""
-        self.last.clear()
+    def start_backward(self, known: list[StepProfile]) -> None:
+        """Fix the order of uses, and the schedule if the step is not a known one."""
+        self._recent.clear()
         was_expected = self.is_as_known
         if not was_expected:  # it may have been taken for a longer one
             sizes = tuple(self.sizes)
-            self.history = next((k for k in known if k.sizes == sizes), None)
-        order = self.history.order if self.history else range(len(self.sizes) - 1, -1, -1)
+            self.profile = next((k for k in known if k.sizes == sizes), None)
+        order = self.profile.order if self.profile else range(len(self.sizes) - 1, -1, -1)
         if not was_expected:
-            living = [weak() for weak in self.activations]
-            moved = frozenset(a.index for a in living if a is not None and a.copy is not None)
-            fetch_at = fetch_ahead(self.sizes, order, moved)
-            self.choice = Choice(moved, self.here + lead_of(self.sizes), fetch_at)
-        self.turn_of = {index: turn for turn, index in enumerate(order)}
-        self.has_turned = True
+            alive = [weak() for weak in self.activations]
+            moved = frozenset(
+                a.index for a in alive if a is not None and a.residency is not ON_DEVICE
+            )
+            prefetch_at = prefetch_ahead(self.sizes, order, moved)
+            ceiling = self.device_bytes + bytes_in_flight(self.sizes)
+            self.schedule = Schedule(moved, ceiling, prefetch_at)
+        self._position_of = {index: position for position, index in enumerate(order)}
+        self.backward_started = True
 
-    def use(self, index: int) -> None:
-        """Backward uses an activation: what is to be fetched by then is wanted now."""
-        assert self.choice is not None, "it is made when backward begins, at the latest"
-        turn = self.turn_of.get(index, -1)
-        for reached in range(self.reached + 1, turn + 1):
-            self.wanted.extend(self.choice.fetch_at.get(reached, ()))
-        self.reached = max(self.reached, turn)
+    def restart_backward(self, index: int) -> None:
+        """Go back to the position of an activation with which another backward begins."""
+        self._position = min(self._position, self._position_of.get(index, 0) - 1)
+
+    def note_use(self, index: int) -> None:
+        """Queue what is to be prefetched by the time backward uses this activation."""
+        assert self.schedule is not None, "it is made when backward begins, at the latest"
+        position = self._position_of.get(index, -1)
+        for reached in range(self._position + 1, position + 1):
+            self.to_prefetch.extend(self.schedule.prefetch_at.get(reached, ()))
+        self._position = max(self._position, position)

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle import observation
-from rekindle.offload.activation import Kept, Saved, bytes_of, changed_in_place, unpack
-from rekindle.offload.context import kept
+from rekindle.offload.activation import bytes_of
+from rekindle.offload.context import keep_on_device
 from rekindle.offload.derive import Derivation, derivation_of
+from rekindle.offload.saved_tensors import KeptTensor, OffloadedTensor, changed_in_place, unpack
 from rekindle.regions.backward_cleanup import empty_when_backward_ends
 from rekindle.regions.base import Region, is_replaying
 from rekindle.regions.selective.decisions import AS_PLANNED
@@ -55,7 +56,7 @@ class SavedIndicesEngine:
             return nullcontext()
         # What a replay saves, or a captured graph, is used at once or in place.
         if is_replaying() or capturing():
-            return kept()
+            return keep_on_device()
         return SavedIndicesRegion(self, function)
 
 
@@ -118,7 +119,7 @@ class SavedIndicesRegion(Region):
     def pack(self, x: Tensor) -> Any:
         """Saved-tensor hook: the tensor, or what brings or makes it back."""
         if is_traced():  # what an op that makes a graph saves is no activation
-            return Kept(x)
+            return KeptTensor(x)
         index = self.saved
         self.saved = index + 1
         if index in self._engine.offloaded:
@@ -131,7 +132,7 @@ class SavedIndicesRegion(Region):
                 if self.watch is not None:
                     self.watch.saved(x)
                 return _DroppedTensor(dropped, x)
-        return Kept(x)
+        return KeptTensor(x)
 
     def _drop(self, x: Tensor, index: int) -> "_DroppedResult | None":
         """The result that a tensor is or shows, to be made again; None if that is not possible."""
@@ -180,7 +181,7 @@ _CURE = "change it after the backward, or rekindle.remove() what the model runs 
 
 def _can_be_a_source(source: Any) -> bool:
     """True if what was packed for a saved tensor can be had again to make others from it."""
-    return isinstance(source, Saved | Kept | _DroppedTensor)
+    return isinstance(source, OffloadedTensor | KeptTensor | _DroppedTensor)
 
 
 class _DroppedResult:
@@ -242,9 +243,9 @@ class _DroppedTensor:
             raise changed_in_place(self._shape, dtype, self.version, found)
         return self._view_of(self._dropped.get())
 
-    def at_hand(self) -> Tensor | None:
+    def without_waiting(self) -> Tensor | None:
         """The tensor, if what it is made from is at hand."""
-        made = self._dropped.derivation.at_hand()
+        made = self._dropped.derivation.without_waiting()
         return None if made is None else self._view_of(made)
 
     def _view_of(self, made: Tensor) -> Tensor:

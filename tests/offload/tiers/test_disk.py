@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import rekindle
-from rekindle.offload.context import _engines
+from rekindle.offload.owners import forget_shared, shared_offloaders
 from rekindle.offload.tiers import spill_file
 from rekindle.offload.tiers.disk import DiskCopy, DiskTier
 from tests.spilling import (
@@ -361,7 +361,7 @@ def test_a_backward_may_run_while_the_interpreter_exits(tmp_path: Path) -> None:
 # Fork
 
 
-def test_a_forked_process_has_an_engine_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_process_has_an_offloader_of_its_own(tmp_path: Path) -> None:
     text = """
         expected = plain_gradient(x)
         loss = spill.forward(x)
@@ -420,8 +420,7 @@ def test_a_forked_process_does_not_read_what_its_parent_wrote_after(tmp_path: Pa
     text = """
         expected = plain_gradient(x)
         loss = spill.forward(x)
-        for future in [a.copy._writing for a in map(lambda w: w(), spill.lane._step.activations)
-                       if a.copy]:
+        for future in [a.copy._writing for a in spill.activations if a.copy]:
             future.wait()
         workers.wait_until_idle()
         tell, told = os.pipe()
@@ -805,7 +804,7 @@ def test_room_is_not_used_again_while_it_is_still_written(
         loss = spill.forward(other, depth=4)
         assert gate.reached.wait(SECONDS)
         del loss
-        spill.lane._leaving._queue.clear()
+        spill.offloader._copy_outs.queue._queue.clear()
     loss = spill.forward(x, depth=4)
     gate.open()
     spill.settle()
@@ -973,7 +972,7 @@ def test_bytes_in_memory_are_counted_right_when_writes_end_out_of_order(
         del second
         # The first was wanted before it had left, and stayed.
         assert (seen.spill.tensors_out, seen.spill.tensors_in) == (2, 1)
-        assert spill.step.here == 3 * PAGE
+        assert spill.step.device_bytes == 3 * PAGE
 
 
 def test_a_thread_that_has_just_written_an_activation_is_not_taken_for_its_holder(
@@ -995,7 +994,7 @@ def test_a_thread_that_has_just_written_an_activation_is_not_taken_for_its_holde
     assert told.wait(SECONDS)
     loss.backward()
     opened.set()
-    assert spill.step.diary.stays == set()
+    assert spill.step.record.stays == set()
 
 
 def test_after_many_steps_as_much_goes_as_in_the_first(spill: Spill) -> None:
@@ -1033,8 +1032,8 @@ def test_host_memory_is_not_counted_for_the_disk(spill: Spill) -> None:
     assert seen.offload.pool_bytes == 0
 
 
-def test_one_engine_serves_all_blocks_of_the_same_options(tmp_path: Path) -> None:
-    _engines.clear()
+def test_one_offloader_serves_all_blocks_of_the_same_options(tmp_path: Path) -> None:
+    forget_shared()
     for _ in range(3):
         spill_to(tmp_path).gradient(leaf())
-    assert len(_engines) == 1
+    assert len(shared_offloaders()) == 1

@@ -20,7 +20,7 @@ POLICIES = {
     "spill": policies.spill(),
 }
 pytestmark = [
-    pytest.mark.usefixtures("new_engines", "written_at_once"),
+    pytest.mark.usefixtures("new_offloaders", "written_at_once"),
     pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys()),
 ]
 

@@ -123,7 +123,7 @@ def test_what_is_offloaded_from_the_cpu_is_held_as_if_it_was_kept(answer: Any) -
     assert step(waves, leaf(64), answering(answer)).total == step(waves, leaf(64), keep()).total
 
 
-@pytest.mark.usefixtures("new_engines", "written_at_once")
+@pytest.mark.usefixtures("new_offloaders", "written_at_once")
 @pytest.mark.parametrize("policy", [answering("spill"), spill(), spill("aten::sin")], ids=repr)
 def test_what_is_spilled_goes_to_disk_and_comes_back(policy: Policy) -> None:
     """The two that backward wants first stay."""
@@ -306,7 +306,7 @@ def test_what_nobody_needs_in_backward_is_never_held(answer: str) -> None:
     assert (seen.total.activations_held, seen.spill.tensors_out) == (0, 0)
 
 
-@pytest.mark.usefixtures("new_engines", "written_at_once")
+@pytest.mark.usefixtures("new_offloaders", "written_at_once")
 def test_what_only_led_to_something_that_is_spilled_is_not_spilled() -> None:
     def region(x: Tensor) -> Tensor:
         for _ in range(4):
@@ -462,7 +462,7 @@ def test_ops_of_hooks_are_none_of_the_regions(policy: Policy) -> None:
     assert asked == [aten.sin.default, aten.cos.default, aten.sin.default]
 
 
-@pytest.mark.usefixtures("new_engines", "written_at_once")
+@pytest.mark.usefixtures("new_offloaders", "written_at_once")
 def test_what_is_kept_inside_an_offload_context_is_offloaded() -> None:
     with rekindle.observe() as seen:
         with rekindle.offload(tier="disk", quota=1.0, min_bytes=1):
@@ -472,7 +472,7 @@ def test_what_is_kept_inside_an_offload_context_is_offloaded() -> None:
     assert seen.total.ops_replayed == 0
 
 
-@pytest.mark.usefixtures("new_engines", "written_at_once")
+@pytest.mark.usefixtures("new_offloaders", "written_at_once")
 @pytest.mark.parametrize(
     "make",
     [

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from rekindle.errors import OffloadError
-from rekindle.offload.offload_options import TierName
 from rekindle.offload.tiers.spill_file import SpillFile, wait_for
 from rekindle.planner.measure.timing import timed
 from rekindle.sizes import format_bytes
+from rekindle.strategy import TierName
 
 _BYTES = 128 << 20
 

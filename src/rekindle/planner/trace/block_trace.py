@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rekindle.offload.activation import Kept, unpack
+from rekindle.offload.saved_tensors import KeptTensor, unpack
 from rekindle.planner.devices import Device, seconds_of
 from rekindle.planner.trace.block_calls import BlockCall
 from rekindle.planner.types import BlockTrace, TracedOp, TracedValue
@@ -182,11 +182,11 @@ def record(
     """
     built = _Builder()
 
-    def pack(tensor: Tensor) -> Kept:
+    def pack(tensor: Tensor) -> KeptTensor:
         if not is_traced():
             built.saves.append(built.find(tensor))
         # Not the tensor itself: a node that saves its own output would hold itself.
-        return past_modes(Kept, tensor)
+        return past_modes(KeptTensor, tensor)
 
     mode = _OpRecorder(built, device, block)
     with saved_tensors_hooks(pack, unpack), mode:

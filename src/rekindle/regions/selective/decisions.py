@@ -3,7 +3,7 @@
 from enum import Enum
 from typing import Any
 
-from rekindle.offload.offload_options import TierName
+from rekindle.strategy import TierName
 from rekindle.torch_private.torch_checkpoint import CheckpointPolicy
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rekindle.errors import CheckpointError
-from rekindle.offload.activation import Kept, Saved
+from rekindle.offload.saved_tensors import KeptTensor, OffloadedTensor
 from rekindle.regions.recompute import slots
 from rekindle.regions.recompute.collect import Collected
 from rekindle.regions.selective.op_addresses import is_parameter
@@ -70,7 +70,7 @@ class HeldTensor:
 
     def on_device(self) -> Tensor | None:
         """The tensor, unless somebody's hooks have it."""
-        if isinstance(self._packed, Kept):  # the offload engine keeps it where it is
+        if isinstance(self._packed, KeptTensor):  # the offload engine keeps it where it is
             return self._packed.tensor
         return None if self.is_elsewhere else self._packed
 
@@ -89,8 +89,8 @@ class HeldTensor:
             if tensor is not None:
                 replay.copy_before_change(tensor, copy_of)
             return None
-        if isinstance(self._packed, Saved):
-            tensor = self._packed.at_hand() if self._packed.is_unchanged() else None
+        if isinstance(self._packed, OffloadedTensor):
+            tensor = self._packed.without_waiting() if self._packed.is_unchanged() else None
         else:
             here = self.on_device()
             tensor, hooks = (tensor, None) if here is None else (here, hooks)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rekindle import observation
 from rekindle.errors import CheckpointError
-from rekindle.offload.activation import Kept
+from rekindle.offload.saved_tensors import KeptTensor
 from rekindle.regions.base import Region, Sharing, replay_is_shared_by, run_region
 from rekindle.regions.errors import fingerprint
 from rekindle.regions.errors.call_sites import frame_at
@@ -117,13 +117,13 @@ class SelectiveRegion(Region):
         self._replay = None
 
     @not_compiled
-    def pack(self, x: Tensor) -> "SelectiveSlot | Slot | Kept":
-        """Saved-tensor hook: a slot for the value that the tensor has now."""
+    def pack(self, x: Tensor) -> "SelectiveSlot | Slot | KeptTensor":
+        """OffloadedTensor-tensor hook: a slot for the value that the tensor has now."""
         recorder = self._recorder
         if recorder.is_inside_a_trace():
             if self._replay is not None:
                 self._replay.note_trace(site_of(frame_at(1)))
-            return Kept(x)
+            return KeptTensor(x)
         if self._replay is not None:
             replayed = self._slot_by_replay(x, self._replay, frame_at(1))
             if replayed is not None:
@@ -142,8 +142,8 @@ class SelectiveRegion(Region):
 
     @staticmethod
     @not_compiled
-    def unpack(slot: "SelectiveSlot | Slot | Kept") -> Tensor:
-        """Saved-tensor hook: the tensor of a slot, made again if it has to be."""
+    def unpack(slot: "SelectiveSlot | Slot | KeptTensor") -> Tensor:
+        """OffloadedTensor-tensor hook: the tensor of a slot, made again if it has to be."""
         return slot.value if isinstance(slot, Slot) else slot.get()
 
     def _slot_by_replay(
