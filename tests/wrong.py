@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.modules.forward import Forward
+from rekindle.strategy import Recompute
 
 
 class _Scaled(torch.autograd.Function):
@@ -30,7 +31,7 @@ def wrong_recompute(share: float = 0.03) -> Iterator[None]:
     known: list[nn.Module] = []
 
     def wrong(self: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.way != "recompute" or not share:
+        if self.strategy != Recompute() or not share:
             return run(self, x, *args, **kwargs)
         if self.__self__ not in known:
             known.append(self.__self__)

@@ -1,13 +1,13 @@
 """Train models that do not fit in memory, with gradients bit for bit unchanged."""
 
 from rekindle import policies
-from rekindle._api.apply import apply
+from rekindle._api.apply import apply, remove
 from rekindle._api.checkpoint import checkpoint, checkpoint_sequential
 from rekindle._api.planning import Point, fit, frontier, profile, solve
 from rekindle._api.selective import create_selective_checkpoint_contexts, name
 from rekindle.compat.patch import patch_torch
 from rekindle.errors import CheckpointError, OffloadError, RekindleError
-from rekindle.modules.apply_strategies import Applied, remove
+from rekindle.modules.applied import Applied
 from rekindle.modules.wrappers import (
     ActivationWrapper,
     CheckpointImpl,

@@ -11,13 +11,15 @@ from typing import Any, Literal, TypeAlias
 
 TierName: TypeAlias = Literal["host", "disk"]
 """A place that activations are copied to: host memory, or a file on disk."""
+WORD_OF_TIER: dict[TierName, str] = {"host": "offload", "disk": "spill"}
+"""The word for copying activations to a tier, as users write it and as plans are printed."""
 OnFull: TypeAlias = Literal["keep", "raise"]
 """What happens to an activation that the tier has no room for: it stays, or an error is raised."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """The base of all strategies."""
+    """The base of all strategies. `repr` is code that makes it, `str` is for people."""
 
     def __repr__(self) -> str:
         given = (
@@ -32,10 +34,16 @@ class Strategy:
 class Keep(Strategy):
     """Activations stay on the device, as in plain autograd."""
 
+    def __str__(self) -> str:
+        return "keep"
+
 
 @dataclass(frozen=True, repr=False)
 class Recompute(Strategy):
     """Activations are dropped in forward; a replay of the region makes them again in backward."""
+
+    def __str__(self) -> str:
+        return "recompute"
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,6 +55,9 @@ class Selective(Strategy):
     """
 
     policy: Any
+
+    def __str__(self) -> str:
+        return str(self.policy)
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,6 +78,11 @@ class SavedIndices(Strategy):
     def __post_init__(self) -> None:
         _sort(self, "recomputed", "offloaded")
 
+    def __str__(self) -> str:
+        parts = [("recompute", self.recomputed), (WORD_OF_TIER[self.tier], self.offloaded)]
+        texts = [f"{word} saves {list(indices)}" for word, indices in parts if indices]
+        return f"<{', '.join([*texts, 'keep the rest'])}>"
+
 
 @dataclass(frozen=True, repr=False)
 class Offload(Strategy):
@@ -78,7 +94,11 @@ class Offload(Strategy):
     tier: TierName = "host"
     quota: int | float | None = None
     """Bytes (`int`), a share of what can be moved (`float`), or None: as much as costs no time."""
-    min_bytes: int = 2**20
+    min_bytes: int | None = None
+    """Smaller activations stay. None: 1 MiB; inside a region that is recomputed or has a policy, 0.
+
+    The word `"offload"` leaves it open, `rekindle.offload()` says 1 MiB.
+    """
     max_host_bytes: int | None = None
     directory: str | None = None
     on_full: OnFull = "keep"
@@ -94,6 +114,14 @@ class Offload(Strategy):
 
     def __hash__(self) -> int:
         return hash(self._key())
+
+    def __str__(self) -> str:
+        if self == Offload(tier=self.tier, quota=1.0):
+            return WORD_OF_TIER[self.tier]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["quota"] = "auto" if self.quota is None else self.quota
+        values["min_bytes"] = 2**20 if self.min_bytes is None else self.min_bytes
+        return f"rekindle.offload({', '.join(f'{name}={values[name]!r}' for name in values)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,6 +165,11 @@ class PlannedOps:
     def __post_init__(self) -> None:
         _sort(self, "kept", "offloaded")
 
+    def __str__(self) -> str:
+        parts = [("keep", self.kept), (WORD_OF_TIER[self.tier], self.offloaded)]
+        texts = [f"{word} {', '.join(map(str, ops))}" for word, ops in parts if ops]
+        return f"<{'; '.join([*texts, 'recompute the rest'])}>"
+
 
 @dataclass(frozen=True)
 class NumberedOps:
@@ -148,6 +181,11 @@ class NumberedOps:
 
     def __post_init__(self) -> None:
         _sort(self, "kept", "offloaded")
+
+    def __str__(self) -> str:
+        parts = [("keep", self.kept), (WORD_OF_TIER[self.tier], self.offloaded)]
+        texts = [f"{word} ops {list(numbers)}" for word, numbers in parts if numbers]
+        return f"<{', '.join([*texts, 'recompute the rest'])}>"
 
 
 def _sort(value: object, *names: str) -> None:

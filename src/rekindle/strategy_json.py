@@ -229,7 +229,7 @@ _READERS: dict[type, dict[str, _Reader]] = {
     Offload: {
         "tier": _read_tier,
         "quota": _or_none(_read_share_or_bytes),
-        "min_bytes": _read_whole,
+        "min_bytes": _or_none(_read_whole),
         "max_host_bytes": _or_none(_read_whole),
         "directory": _or_none(_read_text),
         "on_full": _one_of(get_args(OnFull)),

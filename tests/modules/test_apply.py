@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import rekindle
 from benchmarks.decoder import SHAPES, Decoder
 from rekindle import Counts, policies
-from rekindle.modules.apply_strategies import What
 from rekindle.modules.forward import forward_of
+from rekindle.modules.strategy_spelling import Spelling
 from tests.toys import Block, Mlp, Stack, assert_same_step
 
 BLOCKS = 3
@@ -21,7 +21,7 @@ X = 2 * 8 * 4
 HIDDEN = 2 * X
 """The bytes of what the Mlp makes in between, before GELU and after it."""
 NORM = X + 2 * 8
-"""What backward needs of what a norm makes: its result, means and deviations."""
+"""Bytes that backward needs of what a norm makes: its result, means and deviations."""
 SPILL = rekindle.offload(tier="disk", quota=1.0, min_bytes=1, derive=False)
 PER_BLOCK = {
     "recompute": Counts(1, 1, 5, 1, X, 5, NORM + 2 * HIDDEN),
@@ -81,7 +81,7 @@ def times(counts: Counts, count: int = BLOCKS) -> Counts:
 
 
 def step(model: nn.Module, x: Tensor | None = None) -> rekindle.Observation:
-    """What is seen of one step."""
+    """The counts of one step."""
     with rekindle.observe() as seen:
         model(leaf() if x is None else x).sum().backward()
     return seen
@@ -277,7 +277,7 @@ def test_the_most_specific_pattern_decides_whichever_comes_first(
     general: str, specific: str, order: int
 ) -> None:
     model = Stack(BLOCKS)
-    given: list[tuple[str, What]] = [(general, "keep"), (specific, "recompute")]
+    given: list[tuple[str, Spelling]] = [(general, "keep"), (specific, "recompute")]
     rekindle.apply(model, dict(given[::order]))
     assert with_fates(model) == ["blocks.1"]
 
@@ -297,7 +297,7 @@ def test_what_is_kept_inside_a_recomputed_block_is_not_run_again() -> None:
 
 @pytest.mark.usefixtures("new_offloaders", "written_at_once")
 @pytest.mark.parametrize("what", ["spill", SPILL, policies.spill()], ids=str)
-def test_what_is_spilled_inside_a_recomputed_block_goes_and_comes_back(what: What) -> None:
+def test_what_is_spilled_inside_a_recomputed_block_goes_and_comes_back(what: Spelling) -> None:
     """The Mlp's two of each block go, but for the last two of the step."""
     seen = seen_with({"blocks.*": "recompute", "blocks.*.mlp": what})
     sent = (2 * BLOCKS - 2, (2 * BLOCKS - 2) * HIDDEN)
@@ -359,7 +359,7 @@ def test_what_is_recomputed_inside_a_kept_block_is_recomputed() -> None:
 
 @pytest.mark.parametrize("around", ["recompute", policies.keep()], ids=str)
 def test_what_is_recomputed_inside_what_is_kept_inside_a_region_is_recomputed(
-    around: What,
+    around: Spelling,
 ) -> None:
     counts = total_with({"": around, "blocks.*": "keep", "blocks.*.mlp": "recompute"})
     assert counts.bytes_dropped == BLOCKS * 2 * HIDDEN
@@ -432,7 +432,7 @@ def test_a_part_has_its_fate_where_the_model_is_a_part_of_another() -> None:
 
 @pytest.mark.usefixtures("new_offloaders", "written_at_once")
 def test_options_of_offload_inside_a_recomputed_block_count_or_are_refused() -> None:
-    what: dict[str, What] = {
+    what: dict[str, Spelling] = {
         "blocks.*": "recompute",
         "blocks.*.mlp": rekindle.offload(tier="disk", min_bytes=2**30),
     }

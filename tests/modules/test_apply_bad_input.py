@@ -572,11 +572,11 @@ def test_an_unknown_fate_is_refused_with_the_known_ones(what: str, in_a_mapping:
     ids=lambda what: getattr(what, "__name__", str(what)),
 )
 @pytest.mark.parametrize("in_a_mapping", [False, True])
-def test_what_is_neither_fate_nor_policy_is_refused(what: Any, in_a_mapping: bool) -> None:
+def test_what_is_neither_strategy_nor_policy_is_refused(what: Any, in_a_mapping: bool) -> None:
     model = Stack(2)
     rekindle.apply(model, "recompute")
     given = {"blocks.*": what} if in_a_mapping else what
-    assert_refused(TypeError, "A module is given a fate", model, given)
+    assert_refused(TypeError, "A module is given a strategy", model, given)
 
 
 @pytest.mark.parametrize("pattern", [0, None, ("blocks", 0), Stack])

@@ -10,7 +10,6 @@ from torch.nn import functional
 
 import rekindle
 from rekindle.modules.caches import no_caches
-from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.devices import device_named
 from rekindle.planner.measure.memory_meter import LiveBytes
 from rekindle.planner.op_words import word_of
@@ -217,9 +216,7 @@ def test_what_is_derived_in_a_step_under_autocast_is_what_the_plan_says(
     monkeypatch.setattr(saved_indices.SavedIndicesRegion, "__exit__", spy)
     for option in profile.blocks[0].candidates:
         if isinstance(option.strategy, SavedIndices):
-            rekindle.apply(
-                case.model, {path: what_of(option.strategy) for path, _ in profile.order}
-            )
+            rekindle.apply(case.model, {path: option.strategy for path, _ in profile.order})
             found.clear()
             with no_caches(case.model):
                 case()
@@ -305,7 +302,7 @@ def test_a_block_that_runs_other_ops_says_that_its_plan_no_longer_matches(
 
 
 def test_a_plan_of_an_older_file_goes_by_numbers() -> None:
-    policy = what_of(Selective(NumberedOps((1,))))
+    policy = policy_of(NumberedOps((1,)))
     assert isinstance(policy, NumberedOpsPolicy)
 
 

@@ -8,11 +8,10 @@ import torch
 
 import rekindle
 from benchmarks.decoder import Decoder, Shape
-from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.candidates import offloading, recomputing_saved, with_names
 from rekindle.planner.types import BlockTrace, Candidate, TracedOp, TracedValue
 from rekindle.regions.selective.decisions import Decision
-from rekindle.regions.selective.planned_ops import NumberedOpsPolicy
+from rekindle.regions.selective.planned_ops import NumberedOpsPolicy, policy_of
 from rekindle.strategy import NumberedOps, SavedIndices, Selective
 
 pytest.importorskip("scipy")
@@ -105,11 +104,6 @@ def test_all_that_can_be_derived_is_an_option_and_the_large_ones_alone() -> None
     assert recomputing_saved((), SAVES) == []
 
 
-def test_an_option_by_what_is_saved_is_carried_out_so() -> None:
-    option = Candidate(SavedIndices((2, 4), (0, 3)))
-    assert what_of(option.strategy) == SavedIndices((2, 4), (0, 3))
-
-
 def test_names_are_those_of_the_ops_that_made_what_is_saved() -> None:
     option = with_names(Candidate(SavedIndices((2, 4), (0, 3))), SAVES)
     assert (option.recomputed_names, option.offloaded_names) == (("op 7", "op 2"), ("op 5",))
@@ -120,7 +114,7 @@ def test_names_are_those_of_the_ops_that_made_what_is_saved() -> None:
 
 
 def test_an_option_is_carried_out_by_the_numbers_of_its_ops() -> None:
-    policy = what_of(Selective(NumberedOps((2,), (5,))))
+    policy = policy_of(NumberedOps((2,), (5,)))
     assert isinstance(policy, NumberedOpsPolicy)
     assert policy.by_number == {2: Decision.KEEP, 5: Decision.OFFLOAD_AS_PLANNED}
 
@@ -155,7 +149,7 @@ def test_on_a_gpu_what_is_derived_from_what_is_away_is_the_same(decoder: Decoder
         if isinstance(o.strategy, SavedIndices) and all(parts(o))
     ]
     option = max(both, key=lambda o: o.bytes_moved)
-    rekindle.apply(decoder, what_of(option.strategy))
+    rekindle.apply(decoder, option.strategy)
     for _ in range(4):
         with rekindle.observe() as seen:
             assert all(map(torch.equal, step(), expected))

@@ -13,7 +13,6 @@ import rekindle
 from rekindle.modules import apply_strategies
 from rekindle.planner.candidates import with_names
 from rekindle.planner.types import BlockTrace, Candidate, Nearby, TracedOp, TracedValue
-from rekindle.regions.selective.planned_ops import policy_of
 from rekindle.strategy import Keep, NumberedOps, Recompute, Selective
 from tests.toys import Block, Stack, gradients, same_bits
 
@@ -266,10 +265,10 @@ def test_a_module_whose_forward_cannot_be_replaced_leaves_the_others_as_they_wer
     rekindle.apply(model, "recompute")
     put = apply_strategies.put
 
-    def until_the_last(module: nn.Module, way: Any) -> None:
+    def until_the_last(module: nn.Module, strategy: Any) -> None:
         if module is model.blocks[2]:
             raise RuntimeError("no")
-        put(module, way)
+        put(module, strategy)
 
     def apply() -> None:
         with monkeypatch.context() as patch:
@@ -281,10 +280,10 @@ def test_a_module_whose_forward_cannot_be_replaced_leaves_the_others_as_they_wer
 
 def test_each_block_is_given_what_its_option_says() -> None:
     applied = rekindle.apply(Stack(3), PLAN)
-    assert [(entry.path, entry.what) for entry in applied.entries] == [
-        ("blocks.0", "keep"),
-        ("blocks.1", "recompute"),
-        ("blocks.2", policy_of(NumberedOps((1, 3), (5,)))),
+    assert [(entry.path, entry.strategy) for entry in applied.entries] == [
+        ("blocks.0", Keep()),
+        ("blocks.1", Recompute()),
+        ("blocks.2", Selective(NumberedOps((1, 3), (5,)))),
     ]
 
 

@@ -333,7 +333,7 @@ def test_a_model_that_is_one_block_runs_the_larger_call_by_the_new_plan(
     found = forward_of(model)
     assert found is not None
     assert called is not None
-    assert (called.way, called.is_on) == (found.way, True)
+    assert (called.strategy, called.is_on) == (found.strategy, True)
     rekindle.remove(model)
     assert forward_of(model) is None
 

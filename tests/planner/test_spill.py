@@ -12,7 +12,6 @@ from torch import Tensor
 import rekindle
 from benchmarks.decoder import SHAPES, Decoder
 from rekindle.planner import fit
-from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.measure.link import link_bandwidth
 from rekindle.planner.plan_for_budget import plan_by
 from rekindle.planner.profile_model import Bench, bench_for
@@ -20,7 +19,7 @@ from rekindle.planner.timeline import simulate
 from rekindle.planner.types import BlockProfile
 from rekindle.regions.selective.decisions import Decision
 from rekindle.regions.selective.offload_bridge import offloader_of
-from rekindle.regions.selective.planned_ops import NumberedOpsPolicy
+from rekindle.regions.selective.planned_ops import NumberedOpsPolicy, policy_of
 from rekindle.strategy import Keep, NumberedOps, SavedIndices, Selective
 from tests.toys import Stack, same_bits
 
@@ -74,7 +73,7 @@ def test_options_that_spill_give_the_gradients_of_a_plain_step(
     expected = gradients(decoder, x)
     menu = [o for o in profile.blocks[-1].candidates if type(o.strategy) is kind and o.bytes_moved]
     for option in (menu[0], menu[-1]):
-        rekindle.apply(decoder, what_of(option.strategy))
+        rekindle.apply(decoder, option.strategy)
         for _ in range(3):  # unknown, seen once, known
             with rekindle.observe() as seen:
                 assert all(map(same_bits, gradients(decoder, x), expected))
@@ -142,13 +141,11 @@ def test_larger_inputs_are_planned_with_disk_too(
 
 
 def test_an_option_is_carried_out_by_its_tier() -> None:
-    policy = what_of(Selective(NumberedOps((1,), (2,), tier="disk")))
+    policy = policy_of(NumberedOps((1,), (2,), tier="disk"))
     assert isinstance(policy, NumberedOpsPolicy)
     assert policy.by_number == {1: Decision.KEEP, 2: Decision.SPILL_AS_PLANNED}
     assert repr(policy) == "<keep ops [1], spill ops [2], recompute the rest>"
-    saves = what_of(SavedIndices(offloaded=(2,), tier="disk"))
-    assert saves == SavedIndices((), (2,), "disk")
-    assert repr(saves) == "SavedIndices(offloaded=(2,), tier='disk')"
+    assert str(SavedIndices(offloaded=(2,), tier="disk")) == "<spill saves [2], keep the rest>"
 
 
 def test_what_leaves_is_seen_out_before_the_backward_of_a_last_block_that_moves_nothing(

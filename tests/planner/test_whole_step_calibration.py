@@ -54,7 +54,7 @@ def test_the_step_runs_by_the_option_that_holds_least_and_moves_nothing() -> Non
         return 0.0
 
     calibrate_to_whole_step(model, profile_of(), step)
-    assert [forward.way.by_number.keys() for forward in seen] == [{0}] * 4  # type: ignore[union-attr]
+    assert [forward.policy.by_number.keys() for forward in seen] == [{0}] * 4  # type: ignore[union-attr]
     assert all(forward_of(block) is None for block in model.blocks)
 
 
@@ -68,7 +68,7 @@ def test_the_step_peaks_no_higher_than_one_with_every_block_recomputed() -> None
     lean = replace(DROP, backward_peak=60)
     profile = profile_of(BlockProfile("Block", "Block", (KEEP, lean, FEW)))
     calibrate_to_whole_step(model, profile, step)
-    run = [lean if forward.way == "recompute" else FEW for forward in seen]
+    run = [lean if forward.strategy == Recompute() else FEW for forward in seen]
     assert run == [lean, FEW, FEW, FEW]
     limit = (1 + SLACK) * simulate(profile, [lean] * 4).peak
     assert simulate(profile, run).peak <= limit < simulate(profile, [FEW] * 4).peak

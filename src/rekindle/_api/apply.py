@@ -1,17 +1,18 @@
-"""`apply`: strategies by module path, or a plan, in place."""
+"""`apply` and `remove`."""
 
 from collections.abc import Mapping
 
 from torch import nn
 
-from rekindle.modules import apply_strategies
-from rekindle.modules.apply_strategies import Applied, What
+from rekindle.modules.applied import Applied
+from rekindle.modules.apply_strategies import apply_strategies, remove_strategies
+from rekindle.modules.strategy_spelling import Spelling
 from rekindle.planner.plan import Plan
 from rekindle.planner.runtime import apply_plan
 
 
-def apply(model: nn.Module, what: What | Mapping[str, What] | Plan) -> Applied:
-    """Give the activations of a model's modules their strategies, in place. `remove` undoes it.
+def apply(model: nn.Module, what: Spelling | Mapping[str, Spelling] | Plan) -> Applied:
+    """Have the modules of a model run by strategies, in place. `remove` undoes it.
 
     No module is replaced and no name, key, class or signature changes. Applying again replaces what
     was applied before; what is refused, or fails, changes nothing. Returns what is applied, which
@@ -31,11 +32,23 @@ def apply(model: nn.Module, what: What | Mapping[str, What] | Plan) -> Applied:
 
     Args:
         model: a model, or a part of one.
-        what: a strategy (`"keep"`, `"recompute"`, `"offload"`, `"spill"`), a policy, or
-            `rekindle.offload(...)`, for every block of the model; or a mapping from patterns of
-            module paths to these. The most specific pattern decides, also inside a module that
+        what: a strategy (`"keep"`, `"recompute"`, `"offload"`, `"spill"`, a policy,
+            `rekindle.offload(...)`) for every block of the model; or a mapping from patterns of
+            module paths to strategies. The most specific pattern decides, also inside a module that
             another one names. Or a plan.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply() takes a model, but got {type(model).__name__}")
     if isinstance(what, Plan):
         return apply_plan(model, what)
-    return apply_strategies.apply(model, what)
+    return apply_strategies(model, what)
+
+
+def remove(model: nn.Module) -> None:
+    """Undo `apply`: every module of the model is as before.
+
+    Host memory and disk that were set aside for it, and that nothing uses, are given back.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"remove() takes a model, but got {type(model).__name__}")
+    remove_strategies(model)

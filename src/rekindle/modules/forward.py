@@ -1,6 +1,6 @@
-"""What stands in the place of a module's `forward` while it has a fate.
+"""`Forward`: takes the place of a module's `forward` while the module runs by a strategy.
 
-It sits in the module's own `__dict__`, where `nn.Module` looks first: class, names, keys and hooks
+It is in the module's own `__dict__`, where `nn.Module` looks first: class, names, keys and hooks
 are as before, and hooks run around it, once. A copy or a pickle of the module has one of its own.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, Literal
+from typing import Any
 from weakref import ref
 
 import torch
@@ -19,22 +19,19 @@ from torch import nn
 
 from rekindle._api.checkpoint import checkpoint
 from rekindle.errors import RekindleError
-from rekindle.offload.context import Offload, keep_on_device
-from rekindle.policies import Policy
+from rekindle.modules.strategy_engines import offload_context, policy_of
+from rekindle.offload.context import keep_on_device
 from rekindle.regions.base import run_under_hooks
 from rekindle.regions.saved_indices import SavedIndicesEngine
 from rekindle.regions.selective import graph_location as traced
-from rekindle.strategy import SavedIndices
+from rekindle.strategy import Offload, Recompute, SavedIndices, Selective, Strategy
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_begins
-
-Way = Policy | Offload | SavedIndices | Literal["recompute", "keep", "plain"]
-"""How a module runs: under a policy, offloaded, by what autograd saves, recomputed as a whole, kept
-as nothing around it keeps, or as it is."""
 
 _WHY = (
     "a module whose activations are offloaded begins a graph of its own: rekindle.offload works on "
     "what a graph saves. policies.offload(...) works inside a graph"
 )
+_REGIONS = Recompute, Selective
 _OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
 
 
@@ -43,18 +40,34 @@ class _NotScriptableError(RekindleError, AttributeError):
 
 
 class Forward:
-    """A module's forward, run as a region or offloaded."""
+    """A module's forward, run by a strategy."""
 
-    def __init__(self, module: nn.Module, way: Way, own: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, strategy: Strategy | None, own: Callable[..., Any] | None = None
+    ) -> None:
         self._module = ref(module)  # weakly: a model should go without the garbage collector
-        self.way = way
         self.own = own
-        """What the module itself had in place of its class's forward."""
+        """The forward in the module's `__dict__` before, which hides that of its class."""
         traced.standing[id(module)] = self
-        self._by_index = SavedIndicesEngine(way) if isinstance(way, SavedIndices) else None
         self.is_on = True
         """Turned off by `remove`, also where somebody has wrapped it since."""
+        self.run_by(strategy)
         functools.update_wrapper(self, self.__wrapped__, updated=())
+
+    def run_by(self, strategy: Strategy | None) -> None:
+        """Run the module by a strategy from its next call on; by none, as it is."""
+        self.strategy = strategy
+        self.policy = policy_of(strategy.policy) if isinstance(strategy, Selective) else None
+        """The policy of a selective region."""
+        self._offload = offload_context(strategy) if isinstance(strategy, Offload) else None
+        self._by_index = None
+        if isinstance(strategy, SavedIndices):
+            self._by_index = SavedIndicesEngine(strategy)
+
+    def trim(self) -> None:
+        """Give back host memory and disk that are set aside for offloading and not in use."""
+        if self._offload is not None:
+            self._offload.trim()
 
     @property
     def __self__(self) -> nn.Module:
@@ -100,42 +113,39 @@ class Forward:
         return inspect.signature(self.__wrapped__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        way = self.way
+        strategy = self.strategy
         if torch.compiler.is_compiling():
-            if self.is_on and not (way in ("recompute", "plain") or isinstance(way, Policy)):
+            if self.is_on and strategy is not None and not isinstance(strategy, _REGIONS):
                 break_graph(_WHY)
             forward = self.own or _traceable(self.__self__)
         else:
             forward = self.__wrapped__
-        if not self.is_on or way == "plain":
+        if not self.is_on or strategy is None:
             return forward(*args, **kwargs)
-        if way == "keep" or isinstance(way, Offload | SavedIndices):
-            around = self._hooks_of(way, forward)
+        if not isinstance(strategy, _REGIONS):
+            context = self._context(forward)
             if not torch.compiler.is_compiling():
-                return run_under_hooks(around, forward, args, kwargs)
-            with around:
+                return run_under_hooks(context, forward, args, kwargs)
+            with context:
                 return forward(*args, **kwargs)
-        options: dict[str, Any] = {"context_fn": way} if isinstance(way, Policy) else {}
+        options: dict[str, Any] = {} if self.policy is None else {"context_fn": self.policy}
         if any(name in _OPTIONS for name in kwargs):  # the module's own, not ours
             call = _with_keywords(forward, tuple(kwargs))
             return checkpoint(call, *kwargs.values(), *args, **options)
         return checkpoint(forward, *args, **options, **kwargs)
 
-    def _hooks_of(
-        self, way: Offload | SavedIndices | Literal["keep"], forward: Callable[..., Any]
-    ) -> AbstractContextManager[Any]:
-        """What is entered around the forward."""
+    def _context(self, forward: Callable[..., Any]) -> AbstractContextManager[Any]:
+        """The saved-tensor hooks to enter around the forward."""
         if self._by_index is not None:
             return self._by_index.around(forward)
-        assert not isinstance(way, SavedIndices), "it has an engine"
-        return way if isinstance(way, Offload) else keep_on_device()
+        return keep_on_device() if self._offload is None else self._offload
 
     def __reduce__(self) -> Any:
-        return Forward, (self.__self__, self.way, self.own)
+        return Forward, (self.__self__, self.strategy, self.own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Forward":
         module = copy.deepcopy(self.__self__, memo)
-        return Forward(module, self.way, copy.deepcopy(self.own, memo))
+        return Forward(module, self.strategy, copy.deepcopy(self.own, memo))
 
 
 @no_graph_begins
@@ -160,7 +170,7 @@ def _traceable(module: nn.Module) -> Callable[..., Any]:
 
 
 def _with_keywords(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """The same with some keyword arguments given by position, first."""
+    """A forward that takes some of its keyword arguments by position, before the others."""
 
     @functools.wraps(forward)
     def call(*values: Any) -> Any:
@@ -171,18 +181,18 @@ def _with_keywords(forward: Callable[..., Any], names: tuple[str, ...]) -> Calla
 
 
 def forward_of(module: nn.Module) -> Forward | None:
-    """What stands in the place of a module's forward, if anything of ours does."""
+    """The `Forward` in the place of a module's forward; None if there is none."""
     found = vars(module).get("forward")
     return found if isinstance(found, Forward) else None
 
 
-def put(module: nn.Module, way: Way) -> None:
-    """Put it there."""
-    vars(module)["forward"] = Forward(module, way, vars(module).get("forward"))
+def put(module: nn.Module, strategy: Strategy | None) -> None:
+    """Put a `Forward` in the place of a module's forward."""
+    vars(module)["forward"] = Forward(module, strategy, vars(module).get("forward"))
 
 
 def take_away(module: nn.Module) -> None:
-    """Put back what was there; one that somebody has wrapped since is turned off."""
+    """Undo `put`; a `Forward` that somebody has wrapped since is turned off."""
     forward = forward_of(module)
     if forward is None:
         for wrapped in _wrapped_in(vars(module).get("forward")):
@@ -196,14 +206,14 @@ def take_away(module: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Noted:
-    """What is in the place of a module's forward, so that it can be put back."""
+class Snapshot:
+    """The forward in a module's `__dict__` at one time, so that it can be put back."""
 
     module: nn.Module
     own: Any
-    """What its `__dict__` has; None for nothing."""
+    """The forward; None if there was none."""
     ours: tuple[tuple[Forward, bool], ...]
-    """Those of ours in it, and whether they are on."""
+    """The `Forward`s that it is or wraps, and whether they were on."""
 
     def put_back(self) -> None:
         """Undo whatever `put` and `take_away` did since."""
@@ -218,14 +228,14 @@ class Noted:
             traced.standing[id(self.module)] = forward
 
 
-def noted(module: nn.Module) -> Noted:
-    """What is in the place of a module's forward now."""
+def snapshot(module: nn.Module) -> Snapshot:
+    """The forward in a module's `__dict__` now."""
     own = vars(module).get("forward")
-    return Noted(module, own, tuple((each, each.is_on) for each in _wrapped_in(own)))
+    return Snapshot(module, own, tuple((each, each.is_on) for each in _wrapped_in(own)))
 
 
 def _wrapped_in(function: Any) -> Iterator[Forward]:
-    """What of ours a function that somebody put around it holds."""
+    """The `Forward`s that a function is, or wraps."""
     seen: set[int] = set()
     stack = [function]
     while stack:

@@ -11,8 +11,13 @@ from fnmatch import fnmatchcase
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern names the module at a path; the model itself is at ``""``."""
+    """Returns whether a pattern names the module at a path; the model itself is at ``""``."""
     return _match(path.split(".") if path else [], pattern.split(".") if pattern else [])
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Returns whether the module at a path is inside the one at another path."""
+    return path != outer and (not outer or path.startswith(f"{outer}."))
 
 
 def _match(parts: list[str], wanted: list[str]) -> bool:

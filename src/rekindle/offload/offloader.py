@@ -32,7 +32,7 @@ class Offloader:
     def __init__(self, strategy: Offload, limit_in_flight: bool = True) -> None:
         self.strategy = strategy
         self._resolved = _resolve(strategy)
-        self._min_bytes = self._resolved.min_bytes
+        self._min_bytes = 2**20 if strategy.min_bytes is None else strategy.min_bytes
         self._limit_in_flight = limit_in_flight
         """Whether the device waits for copies so that few bytes are in flight; else copies take
         their time, as long as the forward lasts."""

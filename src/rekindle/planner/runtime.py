@@ -6,7 +6,6 @@ else a log line says that a step may peak higher. An out-of-memory error gets a 
 
 import logging
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -15,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.module_attachment import attach, attached
-from rekindle.modules.apply_strategies import Applied, What, apply
+from rekindle.modules.applied import Applied
+from rekindle.modules.apply_strategies import apply_strategies
 from rekindle.modules.blocks import unwrapped_blocks
 from rekindle.modules.caches import forbid_cache
 from rekindle.modules.forward import forward_of, put
 from rekindle.modules.unwrapping import class_name, places, unwrapped
-from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.compiled_modules import compiled_around
 from rekindle.planner.fit_request import FitRequest
 from rekindle.planner.input_shapes import Shapes, count_elements, format_shapes, input_shapes
@@ -33,6 +32,7 @@ from rekindle.planner.trace.block_calls import without_graph
 from rekindle.regions.base import is_replaying
 from rekindle.regions.selective.offload_bridge import begin_backward
 from rekindle.sizes import format_bytes
+from rekindle.strategy import Recompute, Strategy
 from rekindle.torch_private.autograd_graph import has_accumulation_hooks
 from rekindle.torch_private.cuda import capturing
 from rekindle.torch_private.data_parallel import sharded_parameters
@@ -138,7 +138,8 @@ class PlanRuntime:
         runtime._threads |= self._threads
         if running is not None:  # the call that is about to run goes by the forward of before
             now = forward_of(model)
-            running.way, running.is_on = "plain" if now is None else now.way, True
+            running.run_by(None if now is None else now.strategy)
+            running.is_on = True
         _log.warning(
             "%s is called with %s: planned again. A step peaked at %s, and will at %s now, within "
             "%s",
@@ -187,27 +188,14 @@ def _finish_copy_outs_before_backward(_block: nn.Module, _args: Any, out: Any) -
             leaf.register_hook(lambda _: begin_backward())
 
 
-@dataclass(frozen=True)
-class _PlanForModel:
-    """A plan, as `modules.apply_strategies.apply` takes it."""
-
-    plan: Plan
-
-    def fates(self, model: nn.Module) -> Mapping[str, What]:
-        """The strategies by the model's module paths."""
-        return strategies_for(self.plan, model)
-
-    def stand_on(self, model: nn.Module) -> None:
-        """Attach the plan to a model that runs by it."""
-        _attach_runtime(self.plan, model)
-
-
 def apply_plan(model: nn.Module, plan: Plan) -> Applied:
     """Apply a plan to a model, after checking that it is for this model; all of it or nothing."""
-    return apply(model, _PlanForModel(plan))
+    return apply_strategies(
+        model, strategies_for(plan, model), lambda: _attach_runtime(plan, model)
+    )
 
 
-def strategies_for(plan: Plan, model: nn.Module) -> Mapping[str, What]:
+def strategies_for(plan: Plan, model: nn.Module) -> dict[str, Strategy]:
     """Return the strategy of each block by path; an error if the plan is for another model."""
     if plan.model not in (class_name(model), type(model).__name__):
         raise ValueError(f"The plan is for a {plan.model}, but the model is a {class_name(model)}")
@@ -223,8 +211,8 @@ def strategies_for(plan: Plan, model: nn.Module) -> Mapping[str, What]:
     if unplanned and planned & set(blocks):
         raise ValueError(f"The model has a block that the plan has not: {unplanned[0]!r}")
     skipped = () if plan.keeps_all else (path for path in plan.unused if path in where)
-    fates = {where[path]: what_of(candidate.strategy) for path, _, candidate in plan.blocks}
-    return {**{where[path]: "recompute" for path in skipped}, **fates}
+    strategies: dict[str, Strategy] = {where[path]: Recompute() for path in skipped}
+    return {**strategies, **{where[path]: candidate.strategy for path, _, candidate in plan.blocks}}
 
 
 def planned_paths(model: nn.Module) -> dict[str, str]:
@@ -269,7 +257,7 @@ def refit_on_larger_calls(model: nn.Module, request: FitRequest) -> None:
     runtime.request = request
     where = planned_paths(model)
     if forward_of(model) is None and any(not where[path] for path, _, _ in runtime.plan.blocks):
-        put(model, "plain")  # so that the call that finds it too small can run by another plan
+        put(model, None)  # so that the call that finds it too small can run by another plan
 
 
 def plan_of(model: nn.Module) -> Plan | None:

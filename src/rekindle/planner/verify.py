@@ -17,9 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from rekindle.errors import RekindleError
-from rekindle.modules.apply_strategies import apply, undo
+from rekindle.modules.apply_strategies import apply_strategies, undo
 from rekindle.modules.unwrapping import in_places
-from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.gradient_fingerprints import Fingerprint, Fingerprints, differing_keys
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.plan import Plan
@@ -107,9 +106,8 @@ def _candidates(profile: Profile, strategies: dict[str, Strategy]) -> list[Candi
 
 def _gradients(step: TrainingStep, strategies: dict[str, Strategy]) -> Fingerprints:
     """Return the gradients of one step by some strategies; the model's state stays as it is."""
-    spelled = {path: what_of(strategy) for path, strategy in strategies.items()}
     with repeatable(step):
-        apply(step.model, in_places(step.model, spelled))
+        apply_strategies(step.model, in_places(step.model, strategies))
         found = step.fingerprints()
         undo(step.model)
     return found

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import rekindle
 from rekindle.regions.recompute import random_generators as search_of
 from rekindle.regions.recompute.reachable_state import generators_of, reached_from
+from rekindle.strategy import Keep, NumberedOps, Recompute, SavedIndices, Selective, Strategy
 from tests.toys import same_bits
 
 Run = Callable[[nn.Module, Tensor], Tensor]
@@ -387,13 +388,13 @@ def test_fit_trains_a_model_that_holds_generators_as_without_a_plan(budget: str)
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("fate", ["keep", "select", "derive", "recompute"])
-def test_every_kind_of_option_replays_a_generator_from_where_it_was(fate: str) -> None:
-    from rekindle.planner.candidate_to_strategy import what_of  # noqa: PLC0415
-    from rekindle.planner.types import Option  # noqa: PLC0415
-
-    option = Option(fate, kept=(0,) if fate == "select" else ())
-    assert_same_steps(lambda: Noisy(seeded()), by_apply(what_of(option)))
+@pytest.mark.parametrize(
+    "strategy", [Keep(), Selective(NumberedOps((0,))), SavedIndices(), Recompute()], ids=repr
+)
+def test_every_strategy_of_a_plan_replays_a_generator_from_where_it_was(
+    strategy: Strategy,
+) -> None:
+    assert_same_steps(lambda: Noisy(seeded()), by_apply(strategy))
 
 
 @pytest.mark.gpu

@@ -11,8 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from rekindle.modules.apply_strategies import apply, undo
-from rekindle.planner.candidate_to_strategy import what_of
+from rekindle.modules.apply_strategies import apply_strategies, undo
 from rekindle.planner.measure.memory_meter import bytes_of, metered, unmetered
 from rekindle.planner.measure.timing import Clock
 from rekindle.planner.trace.block_calls import BlockCall
@@ -90,7 +89,7 @@ class BlockBenchmark:
     def _run_by(self, strategy: Strategy) -> Iterator[None]:
         """Have the block run by a strategy."""
         if strategy != Keep():
-            apply(self._block, {"": what_of(strategy)})
+            apply_strategies(self._block, {"": strategy})
         try:
             yield
         finally:

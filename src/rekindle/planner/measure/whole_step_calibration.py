@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from rekindle.modules.apply_strategies import apply, undo
+from rekindle.modules.apply_strategies import apply_strategies, undo
 from rekindle.modules.unwrapping import in_places
-from rekindle.planner.candidate_to_strategy import what_of
 from rekindle.planner.ranks.rank_sync import all_gather, has_other_ranks
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import Candidate, Profile
@@ -29,10 +28,8 @@ def calibrate_to_whole_step(
     if not count:
         return profile
     paths = (path for path, _ in profile.order)
-    strategies = {
-        path: what_of(candidate.strategy) for path, candidate in zip(paths, leanest, strict=True)
-    }
-    apply(model, in_places(model, strategies))
+    strategies = {path: candidate.strategy for path, candidate in zip(paths, leanest, strict=True)}
+    apply_strategies(model, in_places(model, strategies))
     try:
         taken = max(all_gather(seconds_of_a_step()))
     except torch.OutOfMemoryError:  # it holds more than with everything recomputed

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.errors import RekindleError
-from rekindle.modules.apply_strategies import apply, undo
+from rekindle.modules.apply_strategies import apply_strategies, undo
 from rekindle.modules.unwrapping import in_places
 from rekindle.planner.input_shapes import count_elements, input_shapes
 from rekindle.planner.measure.cast_cache import CacheWatch
@@ -76,7 +76,7 @@ def trace_step(
     key_of: KeyOf,
 ) -> tuple[StepTrace, dict[BlockKey, BlockCall]]:
     """Run a step with every block recomputed; returns its trace, and calls of distinct blocks."""
-    apply(step.model, in_places(step.model, dict.fromkeys(blocks, "recompute")))
+    apply_strategies(step.model, in_places(step.model, dict.fromkeys(blocks, "recompute")))
     torch.clear_autocast_cache()  # so that casts count which an autocast around all this holds
     with metered(device, step.existing_tensors()) as meter:
         recorder = _StepRecorder(step.model, blocks, meter, device)

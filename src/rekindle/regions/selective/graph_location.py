@@ -35,7 +35,7 @@ def module_path() -> str:
 
 
 standing: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
-"""What stands in the place of modules' forwards, by the ids of the modules."""
+"""The `Forward`s in the place of modules' forwards, by the ids of the modules."""
 
 
 def path_under(policy: Any) -> str | None:
@@ -44,7 +44,7 @@ def path_under(policy: Any) -> str | None:
     if not stack:
         return ""
     number = str(stack[-1]).partition("@")[0]
-    around = [each.__self__ for each in list(standing.values()) if each.way == policy]
+    around = [each.__self__ for each in list(standing.values()) if each.policy == policy]
     paths = [path for module in around if (path := _path_of(number, module)) is not None]
     return max(paths, key=len, default=None)
 

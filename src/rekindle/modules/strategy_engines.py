@@ -1,0 +1,32 @@
+"""The engines that strategies run on: policies for regions, and contexts that offload."""
+
+from typing import Any
+
+from rekindle.offload.context import Offload as OffloadContext
+from rekindle.offload.context import offload
+from rekindle.policies import Policy
+from rekindle.regions.selective import planned_ops
+from rekindle.strategy import NumberedOps, Offload, PlannedOps
+
+
+def policy_of(policy: Any) -> Policy:
+    """The policy that a selective region runs by; one is made of ops that a plan chose."""
+    if policy == PlannedOps(tier=getattr(policy, "tier", "host")):  # nothing to find by an address
+        policy = NumberedOps(tier=policy.tier)
+    if isinstance(policy, PlannedOps | NumberedOps):
+        return planned_ops.policy_of(policy)
+    assert isinstance(policy, Policy), "strategy_of reads others into one"
+    return policy
+
+
+def offload_context(strategy: Offload) -> OffloadContext:
+    """The context that offloads as a strategy says; a folder for temporary files is looked up."""
+    return offload(
+        tier=strategy.tier,
+        quota="auto" if strategy.quota is None else strategy.quota,
+        min_bytes="1MiB" if strategy.min_bytes is None else strategy.min_bytes,
+        max_host_bytes=strategy.max_host_bytes,
+        directory=strategy.directory,
+        on_full=strategy.on_full,
+        derive=strategy.derive,
+    )

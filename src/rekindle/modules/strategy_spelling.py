@@ -1,0 +1,50 @@
+"""The ways in which users write a strategy, read into `rekindle.strategy` values."""
+
+from typing import Any, TypeAlias
+
+from rekindle.offload.context import Offload as OffloadContext
+from rekindle.policies import Policy
+from rekindle.strategy import (
+    Keep,
+    NumberedOps,
+    Offload,
+    PlannedOps,
+    Recompute,
+    Selective,
+    Strategy,
+)
+
+Spelling: TypeAlias = Strategy | str | Policy | OffloadContext
+"""A strategy, one of the words below, a policy, or `rekindle.offload(...)`."""
+
+_WORDS: dict[str, Strategy] = {
+    "keep": Keep(),
+    "recompute": Recompute(),
+    "offload": Offload(tier="host", quota=1.0),
+    "spill": Offload(tier="disk", quota=1.0),
+}
+
+
+def strategy_of(spelling: Any) -> Strategy:
+    """The strategy that a user means.
+
+    >>> import rekindle
+    >>> strategy_of("spill")
+    Offload(tier='disk', quota=1.0)
+    >>> strategy_of(rekindle.policies.keep("aten::mm"))
+    Selective(policy=keep('aten::mm'))
+    """
+    if isinstance(spelling, Strategy):
+        return spelling
+    if isinstance(spelling, str):
+        if spelling not in _WORDS:
+            raise ValueError(f"A strategy is one of {list(_WORDS)}, but got {spelling!r}")
+        return _WORDS[spelling]
+    if isinstance(spelling, Policy | PlannedOps | NumberedOps):
+        return Selective(spelling)
+    if isinstance(spelling, OffloadContext):
+        return spelling.strategy
+    raise TypeError(
+        "A module is given a strategy (keep, recompute, offload, spill), a policy or "
+        f"rekindle.offload(...), but got {type(spelling).__name__}"
+    )
