@@ -1,156 +1,13 @@
-"""The front door: `checkpoint` and `checkpoint_sequential`."""
+"""`checkpoint`, which is written in `rekindle.compile.checkpoint_call`, and its sequential form."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from rekindle import policies
-from rekindle.compile.graph_breaks import run_outside_graphs
-from rekindle.compile.hand_over import hand_over, is_exporting, run_traced
-from rekindle.regions.recompute.reentrant import CheckpointFunction
-from rekindle.regions.region_options import ContextFn, DeterminismCheck, options_of
-from rekindle.regions.run import run_checkpointed
-from rekindle.torch_private.dynamo_frames import no_graph_begins, within_compiled_code
-from rekindle.torch_private.dynamo_tracing import without_nested_graph_breaks
-from rekindle.torch_private.func_transforms import func_transform
-from rekindle.torch_private.torch_checkpoint import noop_context_fn
+from rekindle.compile.checkpoint_call import checkpoint
 
-
-@no_graph_begins
-def checkpoint(
-    function: Callable[..., Any] | None = None,
-    *args: Any,
-    use_reentrant: bool = False,
-    context_fn: ContextFn = noop_context_fn,
-    determinism_check: DeterminismCheck = "default",
-    debug: bool = False,
-    early_stop: bool = True,
-    preserve_rng_state: bool = True,
-    **kwargs: Any,
-) -> Any:
-    """Run `function(*args, **kwargs)`, hold its inputs only, and replay the rest in backward.
-
-    As torch's function of that name, non-reentrant by default. Outputs and gradients are those of
-    the plain call, bit for bit. `@rekindle.checkpoint()`, with parentheses, is a decorator.
-
-    >>> import torch, rekindle
-    >>> x = torch.ones(3, requires_grad=True)
-    >>> y = rekindle.checkpoint(lambda x: x.exp().sin(), x)
-    >>> @rekindle.checkpoint(determinism_check="values")
-    ... def region(x, scale):
-    ...     return (x * scale).exp()
-    >>> z = region(x, scale=2.0)
-
-    Args:
-        function: what to run.
-        *args: its positional arguments.
-        use_reentrant: the variant without a graph in forward, for code that relies on it.
-        context_fn: a policy (`rekindle.policies`) that says what is kept, offloaded or spilled; or
-            a function that gives two context managers, one for forward and one for the replay.
-        determinism_check: `"default"` compares shape, dtype and device of what a replay gives back
-            with the forward; `"values"` the content too; `"none"` nothing.
-        debug: a mismatch shows the ops of forward and replay where they part.
-        early_stop: a replay stops when all that backward needs is there.
-        preserve_rng_state: a replay draws the random numbers that the forward drew.
-        **kwargs: the function's keyword arguments.
-    """
-    if torch.compiler.is_dynamo_compiling() and function is not None:
-        with without_nested_graph_breaks():  # Note [Break around]
-            if torch.compiler.is_dynamo_compiling():
-                contexts = _for_dynamo(context_fn)
-                return hand_over(
-                    function, args, kwargs, use_reentrant, contexts, preserve_rng_state
-                )
-    if torch.compiler.is_compiling() and function is not None:
-        return run_traced(
-            *(function, args, kwargs),
-            use_reentrant=use_reentrant,
-            context_fn=context_fn,
-            preserve_rng_state=preserve_rng_state,
-        )
-    if within_compiled_code() and function is not None:  # which is not compiled at this place
-        return run_outside_graphs(
-            function,
-            checkpoint,
-            *(function, *args),
-            use_reentrant=use_reentrant,
-            context_fn=context_fn,
-            determinism_check=determinism_check,
-            debug=debug,
-            early_stop=early_stop,
-            preserve_rng_state=preserve_rng_state,
-            **kwargs,
-        )
-    options = options_of(context_fn, determinism_check, debug, early_stop, preserve_rng_state)
-    if function is None:
-        if args or kwargs:
-            given = [*(type(arg).__name__ for arg in args), *kwargs]
-            raise TypeError(f"checkpoint() got arguments but no function: {', '.join(given)}")
-        return functools.partial(
-            _decorate,
-            use_reentrant=use_reentrant,
-            context_fn=context_fn,
-            determinism_check=determinism_check,
-            debug=debug,
-            early_stop=early_stop,
-            preserve_rng_state=preserve_rng_state,
-        )
-    if not callable(function):
-        raise TypeError(f"checkpoint() runs a function, but got {type(function).__name__}")
-    if use_reentrant:
-        _check_reentrant(options.context_fn, debug, kwargs)
-    if not torch.is_grad_enabled() or func_transform() is not None:
-        return function(*args, **kwargs)
-    if use_reentrant:
-        return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
-            function, preserve_rng_state, *args
-        )
-    return run_checkpointed(function, args, kwargs, options)
-
-
-def _for_dynamo(context_fn: ContextFn) -> ContextFn:
-    """A `context_fn` as a function that Dynamo can read."""
-    if isinstance(context_fn, policies.Policy):
-        return context_fn.for_compiler
-    if context_fn is noop_context_fn and is_exporting():
-        return _EXPORTED.for_compiler
-    return context_fn
-
-
-_EXPORTED = policies.recompute()
-"""The policy of a region without one in `torch.export`, which copies a region's `context_fn` to the
-exported graph and fails where there is none. It can go when torch's `proxy_mode_key` of
-`tag_activation_checkpoint` asks whether there is one; torch 2.11 and 2.13 do not."""
-
-
-def _decorate(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """The decorator form: `function`, checkpointed at every call."""
-    if not callable(function):
-        raise TypeError(f"checkpoint() decorates a function, not {type(function).__name__}")
-
-    @functools.wraps(function)
-    def region(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.keys() & options.keys():  # the function's own, not ours
-            return checkpoint(functools.partial(function, **kwargs), *args, **options)
-        return checkpoint(function, *args, **options, **kwargs)
-
-    return region
-
-
-def _check_reentrant(context_fn: ContextFn | None, debug: bool, kwargs: dict[str, Any]) -> None:
-    """Refuse what the reentrant variant cannot do."""
-    if kwargs:
-        raise ValueError(
-            f"Unexpected keyword arguments: {', '.join(kwargs)}. With use_reentrant=True a region "
-            "takes positional arguments only; use_reentrant=False takes both."
-        )
-    if context_fn is not None or debug:
-        raise ValueError(
-            "Passing `context_fn` or `debug` is only supported when use_reentrant=False."
-        )
+__all__ = ["checkpoint", "checkpoint_sequential"]
 
 
 def checkpoint_sequential(
@@ -185,7 +42,7 @@ def checkpoint_sequential(
 
 
 class _Segment:
-    """Some steps of a sequence, one after the other; errors and counts call it by its number."""
+    """Some functions of a sequence, one after the other; errors and counts give its number."""
 
     def __init__(self, steps: list[Callable[..., Any]], number: int, count: int) -> None:
         self._steps = steps

@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from rekindle._api.checkpoint import checkpoint
+from rekindle.compile.checkpoint_call import checkpoint
 from rekindle.errors import RekindleError
 from rekindle.modules.strategy_engines import offload_context, policy_of
 from rekindle.offload.context import keep_on_device

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle._api.checkpoint import checkpoint
+from rekindle.compile.checkpoint_call import checkpoint
 from rekindle.offload.context import offload
 from rekindle.torch_private.dynamo_frames import break_graph
 from rekindle.torch_private.torch_wrappers import torch_wrappers as torchs
