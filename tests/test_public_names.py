@@ -59,6 +59,12 @@ def test_the_names_of_rekindle_are_what_it_exports() -> None:
     assert exported | {"policies"} == set(rekindle.__all__)
 
 
+def test_dir_shows_the_public_names_and_no_module_but_policies() -> None:
+    assert dir(rekindle) == sorted(rekindle.__all__)
+    modules = [name for name in dir(rekindle) if isinstance(getattr(rekindle, name), ModuleType)]
+    assert modules == ["policies"]
+
+
 def test_the_names_of_the_compat_module_are_sorted() -> None:
     assert compat.__all__ == sorted_as_ruff_does(compat.__all__)
 

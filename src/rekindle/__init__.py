@@ -1,4 +1,14 @@
-"""Train models that do not fit in memory, with gradients bit for bit unchanged."""
+"""Train models that do not fit in memory, with gradients bit for bit unchanged.
+
+Public are the names in `__all__`, which `dir(rekindle)` shows, and these modules:
+
+    rekindle.policies          values that decide op by op what is kept
+    rekindle.integrations.*    transformers, accelerate, peft, Lightning
+    rekindle.compat.*          torch's names for checkpoints and wrappers, on rekindle's engines
+
+Every other module is private, whether or not its name begins with an underscore: its names may
+change from one version to the next.
+"""
 
 from rekindle import policies
 from rekindle._api.apply import apply, remove
@@ -96,3 +106,7 @@ __all__ = [
     "set_device_states",
     "solve",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
