@@ -42,7 +42,7 @@ from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockProfile, Candidate, Profile
 from rekindle.regions.recompute import ambient
 from rekindle.strategy import Recompute, TierName
-from rekindle.torch_private.data_parallel import gathered_around
+from rekindle.torch_private.fsdp import gathered_around
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from rekindle.sizes import format_bytes
 from rekindle.strategy import Recompute, Strategy
 from rekindle.torch_private.autograd_graph import has_accumulation_hooks
 from rekindle.torch_private.cuda import capturing
-from rekindle.torch_private.data_parallel import sharded_parameters
+from rekindle.torch_private.fsdp import sharded_parameters
 from rekindle.torch_private.func_transforms import func_transform
 from rekindle.torch_private.pytrees import tree_leaves
 from rekindle.torch_private.saved_tensor_hooks import top_hooks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.torch_private import data_parallel
+from rekindle.torch_private import fsdp
 from tests.ranks import run_worker
 from tests.toys import same_bits
 
@@ -162,7 +162,7 @@ def test_a_sharded_model_ends_as_it_was(one_rank: None) -> None:
     model = worker.sharded()
     model.set_requires_gradient_sync(False)
     parameters = list(model.parameters())
-    groups = data_parallel.sharded_groups(model)
+    groups = fsdp.sharded_groups(model)
 
     def settings() -> list[Any]:
         return [(group.reduce_grads, group.all_reduce_grads, group.is_sharded) for group in groups]

@@ -21,13 +21,10 @@ from rekindle.planner.placement import compute_device
 from rekindle.planner.trace.fake_tensors import is_without_memory
 from rekindle.planner.training_step import TrainingStep
 from rekindle.regions.recompute.reachable_state import generators_of
-from rekindle.torch_private.data_parallel import (
-    gradient_set_aside,
-    reducers_idle,
-    sharded_gradients_set_aside,
-    sharded_parameters,
-)
+from rekindle.torch_private.ddp import reducers_idle
+from rekindle.torch_private.fsdp import sharded_gradients_set_aside, sharded_parameters
 from rekindle.torch_private.process_groups import in_process_group
+from rekindle.torch_private.set_aside import gradient_set_aside
 
 Rewind = Callable[[], None]
 OnGradient = Callable[[str, Tensor], None]

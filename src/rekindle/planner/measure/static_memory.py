@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from rekindle.planner.measure.memory_meter import bytes_of
 from rekindle.planner.placement import is_on
-from rekindle.torch_private.data_parallel import reshard
+from rekindle.torch_private.fsdp import reshard
 
 
 def static_bytes(

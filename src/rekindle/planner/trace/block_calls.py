@@ -21,7 +21,7 @@ from rekindle.planner.ranks.rank_sync import wait_for_all_ranks
 from rekindle.planner.trace.block_signature import BlockKey
 from rekindle.planner.training_step import TrainingStep
 from rekindle.regions.recompute import ambient
-from rekindle.torch_private.data_parallel import sharded_parameters
+from rekindle.torch_private.fsdp import sharded_parameters
 from rekindle.torch_private.pytrees import tree_leaves, tree_map
 from rekindle.torch_private.storages import storage_key
 

@@ -1,95 +1,13 @@
-"""Data-parallel wrappers, DDP and FSDP2: the reduction of gradients is paused and put back.
+"""FSDP2: parameters are gathered around blocks, and accumulated gradients are put aside."""
 
-An attribute that a version of torch does not have is left out.
-
-Note [Steps that leave no trace in a reducer]. DDP reduces gradients from hooks on the accumulator
-nodes of the parameters that it was given. These hooks count: under `static_graph` the first
-backward decides how many there are in each later one, whoever ran it. They write to the buckets
-that gradients may be views of, and advance what a comm hook keeps. None can be taken off. So a
-step that must leave no trace runs on other parameters over the same memory, which have no hooks,
-and each DDP that reduces the model's gradients has a reducer that does nothing meanwhile.
-"""
-
-import gc
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from rekindle.torch_private.process_groups import in_process_group
-
-# DDP
-
-
-class _IdleReducer:
-    """Stands for the reducer of a DDP: does nothing, whatever it is asked for."""
-
-    def __getattr__(self, _name: str) -> Any:
-        return _nothing
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-_IDLE = {
-    "reducer": _IdleReducer(),
-    "require_backward_grad_sync": False,
-    "require_forward_param_sync": False,
-    "_static_graph_delay_allreduce_enqueued": True,
-    "_lazy_init_ran": True,
-}
-"""Attributes of a DDP that takes no part in a step but for moving its inputs."""
-
-
-@contextmanager
-def reducers_idle(model: nn.Module) -> Iterator[None]:
-    """Inside, every DDP of a model reduces nothing and counts nothing; each ends as it was.
-
-    Tried on torch 2.11 and 2.13. The public form, `no_sync`, still counts a backward. Goes when it
-    does not.
-    """
-    with ExitStack() as stack:
-        for wrapper in _wrappers_of(model):
-            stack.enter_context(_changed(vars(wrapper), _IDLE))
-        yield
-
-
-def _wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
-    """Every DDP that reduces gradients of a model: inside it, the model itself, or around it.
-
-    A module does not know of a DDP around it, and neither do its parameters: the garbage collector
-    does.
-    """
-    if not in_process_group():
-        return []
-    _make_late_wrappers(model)
-    own = {id(parameter) for parameter in model.parameters()}
-    kinds = _with_subclasses(DistributedDataParallel)
-    # Those in the model first: `gc.freeze()` hides objects from the collector.
-    found = {each: None for each in (*model.modules(), *gc.get_objects()) if type(each) in kinds}
-    return [wrapper for wrapper in found if not own.isdisjoint(map(id, wrapper.parameters()))]
-
-
-def _make_late_wrappers(model: nn.Module) -> None:
-    """Have `replicate` make its DDP now, and not in a first call, of what is in place then."""
-    contract = sys.modules.get("torch.distributed._composable.contract")
-    if contract is None:
-        return
-    for module in model.modules():
-        for state in vars(module).get(contract.STATE_KEY, {}).values():
-            if getattr(state, "_init_args", None) and hasattr(state, "lazy_init"):
-                state.lazy_init()
-
-
-def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
-
-
-# FSDP2
+from rekindle.torch_private.set_aside import attributes_changed, gradient_set_aside
 
 
 def sharded_groups(model: nn.Module) -> list[Any]:
@@ -150,11 +68,13 @@ def sharded_gradients_set_aside(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for unit in _units(model):
             context = unit._get_fsdp_state()._state_ctx
-            stack.enter_context(_changed(vars(context), {"is_last_backward": True}))
+            stack.enter_context(attributes_changed(vars(context), {"is_last_backward": True}))
         for group in groups:
-            stack.enter_context(_changed(vars(group), _REDUCING))
+            stack.enter_context(attributes_changed(vars(group), _REDUCING))
             for sharded in group.fsdp_params:
-                stack.enter_context(_changed(vars(sharded), {"unsharded_accumulated_grad": None}))
+                stack.enter_context(
+                    attributes_changed(vars(sharded), {"unsharded_accumulated_grad": None})
+                )
                 whole = getattr(sharded, "_unsharded_param", None)
                 if whole is not None:
                     stack.enter_context(gradient_set_aside(whole))
@@ -181,7 +101,9 @@ def gathered_around(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[N
             if unit in inside or shards.isdisjoint(wanted):
                 continue
             for group in groups:
-                stack.enter_context(_changed(vars(group), {"reshard_after_backward": False}))
+                stack.enter_context(
+                    attributes_changed(vars(group), {"reshard_after_backward": False})
+                )
             stack.callback(unit.reshard)
             unit.unshard()
             for sharded in (sharded for group in groups for sharded in group.fsdp_params):
@@ -210,31 +132,3 @@ def _units(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a model has none of it before it is there
     kind = getattr(fsdp, "FSDPModule", ())
     return [module for module in model.modules() if isinstance(module, kind)]
-
-
-# Both
-
-
-@contextmanager
-def gradient_set_aside(parameter: Tensor) -> Iterator[None]:
-    """Inside, a parameter has no gradient of before; then it has that one, by reference.
-
-    Public names, tried on torch 2.11 and 2.13. Goes when `sharded_gradients_set_aside` does.
-    """
-    before = parameter.grad
-    parameter.grad = None
-    try:
-        yield
-    finally:
-        parameter.grad = before
-
-
-@contextmanager
-def _changed(attributes: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
-    """Inside, the attributes that exist among `values` have those; then their own again."""
-    before = {name: attributes[name] for name in values if name in attributes}
-    attributes.update({name: values[name] for name in before})
-    try:
-        yield
-    finally:
-        attributes.update(before)
