@@ -1,21 +1,26 @@
-"""The front door: `profile`, `solve`, `frontier`, `fit`."""
+"""`profile`, `solve`, `frontier` and `fit`."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from rekindle.modules.blocks import blocks_of
-from rekindle.modules.unwrapping import class_name
+from rekindle._api.planning_checks import (
+    check_given_profile,
+    check_model,
+    check_options,
+    check_source_of_times,
+    has_spill_candidates,
+    is_meta,
+    need_scipy,
+    refuse_without_memory,
+)
 from rekindle.planner import fit as fit_model
-from rekindle.planner.compiled_modules import FIT_FIRST, compiled_around
-from rekindle.planner.devices import Device
 from rekindle.planner.fake_profile import Like, fake_profile
 from rekindle.planner.fit_request import FitRequest, VerifyLevel
-from rekindle.planner.loss import Loss, checked_loss, warn_without_loss
+from rekindle.planner.loss import checked_loss, warn_without_loss
 from rekindle.planner.measure.static_memory import optimizer_bytes, static_bytes
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
@@ -36,10 +41,8 @@ from rekindle.planner.ranks.rank_sync import (
     require_same_on_ranks,
 )
 from rekindle.planner.ranks.worst_case import shape_of_profile, worst_case
-from rekindle.planner.trace.fake_tensors import is_without_memory
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Nearby, Profile
-from rekindle.torch_private.autograd_graph import has_accumulation_hooks
 
 
 def profile(
@@ -92,7 +95,7 @@ def profile(
             (`torch.distributed.new_group([rank], use_local_synchronization=True)`), go by
             themselves. With `device="meta"` each rank goes by itself.
     """
-    if _is_meta(device):
+    if is_meta(device):
         return _profile(model, batch, loss, optimizer, True, like, spill, progress)
     with collective("profile", group):
         return _profile(model, batch, loss, optimizer, False, like, spill, progress)
@@ -108,29 +111,12 @@ def _profile(
     spill: bool,
     progress: bool | None,
 ) -> Profile:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"profile() takes a model, but got {type(model).__name__}")
-    _refuse_compiled(model)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("No parameter of the model requires a gradient: it is not trained")
-    if any(map(has_accumulation_hooks, model.parameters())):
-        raise ValueError(
-            "A parameter has a hook that runs when its gradient is there, such as an optimizer's: "
-            "measuring would run it. Profile the model before such hooks are registered."
-        )
-    _check_options(optimizer, spill)
+    check_model(model)
+    check_options(optimizer, spill)
     given = checked_loss(loss, batch)
-    if like is not None and not on_meta:
-        raise ValueError('like= is for device="meta": elsewhere, times are measured')
-    if like is not None and not isinstance(like, str | Device | Profile):
-        raise TypeError(
-            f"like should be the name of a device or a profile, but got {type(like).__name__}"
-        )
-    if spill and on_meta:
-        raise ValueError('spill=True is for a real device: with device="meta" no disk is measured')
-    _need_scipy()
+    check_source_of_times(like, spill, on_meta)
     if not on_meta:
-        _refuse_without_memory(model)
+        refuse_without_memory(model)
         require_same_on_ranks(spill=spill, loss="none" if loss is None else "given")
     with show_progress(_progress(progress)):
         if on_meta:
@@ -143,45 +129,14 @@ def _profile(
     return found
 
 
-def _refuse_compiled(model: nn.Module) -> None:
-    """Refuse a model whose blocks run as part of a graph."""
-    path = compiled_around(model, blocks_of(model))
-    if path is not None:
-        raise ValueError(f"{path or type(model).__name__} is compiled: {FIT_FIRST}.")
-
-
-def _refuse_without_memory(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if is_without_memory(parameter):
-            raise ValueError(
-                f"{name} has no memory: there is nothing to measure. "
-                'With device="meta", and like="H200" or such, it is profiled all the same.'
-            )
-
-
-def _check_options(optimizer: Any, spill: Any) -> None:
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer should be one, but got {type(optimizer).__name__}")
-    if not isinstance(spill, bool):
-        raise TypeError(f"spill should be True or False, but got {type(spill).__name__}")
-
-
 def _progress(wanted: Any) -> Progress:
     if wanted is not None and not isinstance(wanted, bool):
         raise TypeError(f"progress should be a bool or None, but got {type(wanted).__name__}")
     return Progress(wanted if is_first_rank() else False)
 
 
-def _is_meta(device: Any) -> bool:
-    if device is None:
-        return False
-    if isinstance(device, str | torch.device) and str(device) == "meta":
-        return True
-    raise ValueError(f'device should be "meta", or nothing to measure, but got {device!r}')
-
-
 def solve(profile: Profile, budget: int | str, *, group: Any = None) -> Plan:
-    """The plan that keeps the step's peak within a budget at the least time.
+    """Return the plan that keeps the step's peak within a budget at the least time.
 
     Args:
         profile: what `profile` measured.
@@ -191,21 +146,21 @@ def solve(profile: Profile, budget: int | str, *, group: Any = None) -> Plan:
             profiles: a process group, or a mesh of one dimension, all of whose ranks make the call.
             None: a plan for this rank alone, by nothing but this profile.
     """
-    with _together("solve", group):
-        profile = _agreed_profile(profile, "solve")
+    with _collective_with(group, "solve"):
+        profile = _worst_profile(profile, "solve")
         return with_nearby(profile, solved(profile, budget_bytes(profile, budget)))
 
 
-def _together(call: str, group: Any) -> AbstractContextManager[None]:
-    """Around a call that needs no other ranks, but may be made with those of a group."""
+def _collective_with(group: Any, call: str) -> AbstractContextManager[None]:
+    """Run a call that ranks make together only if they give a group."""
     return nullcontext() if group is None else collective(call, group)
 
 
-def _agreed_profile(profile: Any, call: str) -> Profile:
-    """A profile that is given, checked; with the most that those of other ranks have."""
+def _worst_profile(profile: Any, call: str) -> Profile:
+    """Check a profile that is given; returns it with the most that those of other ranks have."""
     if not isinstance(profile, Profile):
         raise TypeError(f"{call}() takes a profile, but got {type(profile).__name__}")
-    _need_scipy()
+    need_scipy()
     profiles = all_gather(profile)
     if any(shape_of_profile(other) != shape_of_profile(profile) for other in profiles):
         raise ValueError(
@@ -217,7 +172,7 @@ def _agreed_profile(profile: Any, call: str) -> Profile:
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the curve of time against memory."""
+    """One point of a frontier: the peak and the time of a step under a plan."""
 
     peak: int
     seconds: float
@@ -227,7 +182,7 @@ class Point:
 def frontier(
     profile: Profile, points: int = 8, *, progress: bool | None = None, group: Any = None
 ) -> list[Point]:
-    """Plans from the plain peak down to the least that works: what less memory costs in time.
+    """Return plans from the plain peak down to the smallest that works: time against memory.
 
     Args:
         profile: what `profile` measured.
@@ -235,8 +190,8 @@ def frontier(
         progress: as for `profile`.
         group: as for `solve`.
     """
-    with _together("frontier", group):
-        profile = _agreed_profile(profile, "frontier")
+    with _collective_with(group, "frontier"):
+        profile = _worst_profile(profile, "frontier")
         if not isinstance(points, int) or isinstance(points, bool) or points < 1:
             raise ValueError(f"points should be a whole number from 1 on, but got {points!r}")
         require_same_on_ranks(points=points)
@@ -334,14 +289,15 @@ def _fit(
     spill: bool,
     verify: VerifyLevel,
 ) -> Plan:
+    need_scipy()
     checked_budget(budget)
-    _check_options(optimizer, spill)
+    check_options(optimizer, spill)
     if verify not in get_args(VerifyLevel):
         raise ValueError(f'verify should be "auto", "gradients" or "peak", but got {verify!r}')
     given = checked_loss(loss, batch)
     if known is not None:
-        _check_measured(known, model, batch, given)
-        if spill and not _spills(known):
+        check_given_profile(known, model, batch, given)
+        if spill and not has_spill_candidates(known):
             raise ValueError(
                 "spill=True, but the profile was measured without it: "
                 "rekindle.profile(..., spill=True)"
@@ -353,8 +309,8 @@ def _fit(
         if known.loss == "none":
             warn_without_loss(known.batch)
         if optimizer is not None:
-            known = _with_state(known, model, batch, optimizer)
-        measured = _agreed_profile(known, "fit")
+            known = _with_optimizer(known, model, batch, optimizer)
+        measured = _worst_profile(known, "fit")
     step = TrainingStep(model, batch, given)
     is_outside = given is not None or step.function is not None
     request = FitRequest(
@@ -362,47 +318,15 @@ def _fit(
         optimizer_bytes=optimizer_bytes(optimizer, compute_device(model)),
         rest_peak=measured.rest_peak if is_outside else 0,
         output_held=measured.output_held,
-        spill=spill or _spills(measured),
+        spill=spill or has_spill_candidates(measured),
         loss=given,
         verify=verify,
     )
     return fit_model.fit(step, measured, request)
 
 
-def _with_state(profile: Profile, model: nn.Module, batch: Any, optimizer: Any) -> Profile:
-    """A profile that may have been measured without the optimizer, with its state counted."""
+def _with_optimizer(profile: Profile, model: nn.Module, batch: Any, optimizer: Any) -> Profile:
+    """Return a profile with the optimizer's state counted, which it may have been without."""
     device = compute_device(model)
     counted = static_bytes(model, optimizer, device, TrainingStep(model, batch).batch_tensors())
     return replace(profile, static_bytes=max(profile.static_bytes, counted))
-
-
-def _check_measured(profile: Any, model: nn.Module, batch: Any, loss: Loss | None) -> None:
-    """A profile that is given is one of this model, batch and loss."""
-    _refuse_compiled(model)
-    if not isinstance(profile, Profile):
-        raise TypeError(f"profile should be a Profile, but got {type(profile).__name__}")
-    if profile.model not in (class_name(model), type(model).__name__):
-        raise ValueError(
-            f"The profile is of a {profile.model}, but the model is a {class_name(model)}"
-        )
-    shapes = TrainingStep(model, batch).describe_batch()
-    if profile.batch != shapes:
-        raise ValueError(f"The profile is of a batch {profile.batch}, but the batch is {shapes}")
-    if (profile.loss == "given") != (loss is not None):
-        had = "with" if profile.loss == "given" else "without"
-        raise ValueError(
-            f"The profile was measured {had} loss=, and fit is called the other way: give the same "
-            "loss to both"
-        )
-
-
-def _spills(profile: Profile) -> bool:
-    """Whether it was measured with disk for what is sent away."""
-    return any(each.tier == "disk" for block in profile.blocks for each in block.candidates)
-
-
-def _need_scipy() -> None:
-    if find_spec("scipy") is None:
-        raise ImportError(
-            "rekindle plans with HiGHS, which comes with scipy: pip install 'rekindle[budget]'"
-        )

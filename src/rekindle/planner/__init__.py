@@ -1,11 +1,13 @@
-"""The budget: profile a model's blocks, choose the fate of every activation, and make it fit.
+"""The planner: makes a training step fit a budget of memory at the least time.
 
-The front door is `front`. `profiling` measures a `step`: in `outline`, then each block `alone`;
-`graph`, `menu` and `options` find what is worth having; `together` sees what blocks alone do not;
-`static` is what is there all the time; the model ends `untouched`. A step has a `loss`.
-`imagining` does without a device, on `fake` tensors and with the table of `devices`. `simulate` and
-`solving` choose one option for each block, which `planning` makes a `plan` of; `fitting` has it
-tried out in a `trial`, and `verifying` compares `fingerprints` of its gradients; `execute` is what
-a block is given to carry it out; `standing` is a plan while a model trains by it. For people:
-`names` of ops, what is `nearby` a budget, `progress`, a `warning`, and all of it as `text`.
+```
+model + batch ─trace/─▶ BlockTraces ─candidates─▶ Candidates ─measure/─▶ Profile ─solve/─▶ Plan
+                                                  Plan ─verify─▶ Plan ─runtime─▶ the same model
+```
+
+`types`, `candidates`, `timeline` and `solve/` compute with plain values and need no torch.
+`profile_model` runs the first three arrows on a device, `fake_profile` on fake tensors with times
+from the table of `devices`. `fit` runs the others: `verified_plan` solves until a measured step
+agrees, `verify` compares gradients, `runtime` applies a plan and watches the model's calls.
+`ranks/` has the ranks of a distributed run agree; `training_step` is the step that all of it runs.
 """

@@ -1,0 +1,110 @@
+"""Checks of the arguments of `profile`, `solve`, `frontier` and `fit`."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from rekindle.modules.blocks import blocks_of
+from rekindle.modules.unwrapping import class_name
+from rekindle.planner.compiled_modules import FIT_FIRST, compiled_around
+from rekindle.planner.devices import Device
+from rekindle.planner.loss import Loss
+from rekindle.planner.trace.fake_tensors import is_without_memory
+from rekindle.planner.training_step import TrainingStep
+from rekindle.planner.types import Profile
+from rekindle.torch_private.autograd_graph import has_accumulation_hooks
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no model, is not trained, is compiled, or has hooks that a step would run."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"profile() takes a model, but got {type(model).__name__}")
+    _refuse_compiled(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("No parameter of the model requires a gradient: it is not trained")
+    if any(has_accumulation_hooks(p) for p in model.parameters()):
+        raise ValueError(
+            "A parameter has a hook that runs when its gradient is there, such as an optimizer's: "
+            "measuring would run it. Profile the model before such hooks are registered."
+        )
+
+
+def check_source_of_times(like: Any, spill: bool, on_meta: bool) -> None:
+    """Refuse `like=` and `spill=` that do not go with the device."""
+    if like is not None and not on_meta:
+        raise ValueError('like= is for device="meta": elsewhere, times are measured')
+    if like is not None and not isinstance(like, str | Device | Profile):
+        raise TypeError(
+            f"like should be the name of a device or a profile, but got {type(like).__name__}"
+        )
+    if spill and on_meta:
+        raise ValueError('spill=True is for a real device: with device="meta" no disk is measured')
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse a model whose blocks run as part of a compiled graph."""
+    path = compiled_around(model, blocks_of(model))
+    if path is not None:
+        raise ValueError(f"{path or type(model).__name__} is compiled: {FIT_FIRST}.")
+
+
+def refuse_without_memory(model: nn.Module) -> None:
+    """Refuse a model on the meta device: there is nothing to measure."""
+    for name, parameter in model.named_parameters():
+        if is_without_memory(parameter):
+            raise ValueError(
+                f"{name} has no memory: there is nothing to measure. "
+                'With device="meta", and like="H200" or such, it is profiled all the same.'
+            )
+
+
+def check_options(optimizer: Any, spill: Any) -> None:
+    """Refuse an optimizer or `spill=` of another type."""
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer should be one, but got {type(optimizer).__name__}")
+    if not isinstance(spill, bool):
+        raise TypeError(f"spill should be True or False, but got {type(spill).__name__}")
+
+
+def is_meta(device: Any) -> bool:
+    """Return whether `device=` asks for a profile on fake tensors."""
+    if device is None:
+        return False
+    if isinstance(device, str | torch.device) and str(device) == "meta":
+        return True
+    raise ValueError(f'device should be "meta", or nothing to measure, but got {device!r}')
+
+
+def check_given_profile(profile: Any, model: nn.Module, batch: Any, loss: Loss | None) -> None:
+    """Refuse a profile that is not of this model, batch and loss."""
+    _refuse_compiled(model)
+    if not isinstance(profile, Profile):
+        raise TypeError(f"profile should be a Profile, but got {type(profile).__name__}")
+    if profile.model not in (class_name(model), type(model).__name__):
+        raise ValueError(
+            f"The profile is of a {profile.model}, but the model is a {class_name(model)}"
+        )
+    shapes = TrainingStep(model, batch).describe_batch()
+    if profile.batch != shapes:
+        raise ValueError(f"The profile is of a batch {profile.batch}, but the batch is {shapes}")
+    if (profile.loss == "given") != (loss is not None):
+        had = "with" if profile.loss == "given" else "without"
+        raise ValueError(
+            f"The profile was measured {had} loss=, and fit is called the other way: give the same "
+            "loss to both"
+        )
+
+
+def has_spill_candidates(profile: Profile) -> bool:
+    """Return whether a profile has candidates that move results to disk."""
+    return any(each.tier == "disk" for block in profile.blocks for each in block.candidates)
+
+
+def need_scipy() -> None:
+    """Raise an `ImportError` that says what to install, without scipy."""
+    if find_spec("scipy") is None:
+        raise ImportError(
+            "rekindle plans with HiGHS, which comes with scipy: pip install 'rekindle[budget]'"
+        )
