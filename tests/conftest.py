@@ -51,7 +51,7 @@ LONGEST = (
     "compile/test_offload_ops.py",
     "distributed/test_parallel.py",
     "planner/test_fake_profile.py",
-    "offload/tiers/test_disk.py",
+    "offload/tiers/test_disk_and_processes.py",
     "compile/test_backends.py",
     "planner/test_solve.py",
     "planner/test_fit.py",
@@ -60,7 +60,7 @@ LONGEST = (
     "test_docs.py",
     "planner/ranks/test_fit_on_ranks.py",
     "offload/test_memory.py",
-    "offload/test_autograd.py",
+    "offload/test_programs_end_as_plain.py",
     "regions/recompute/test_ops_that_trace.py",
 )
 """Files that take longest, which start first: no process is left alone with one at the end."""

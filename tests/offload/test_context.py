@@ -105,7 +105,7 @@ def test_the_first_step_moves_no_more_than_the_quota_in_bytes() -> None:
 
 
 def test_one_byte_and_everything_are_two_quotas() -> None:
-    """1 == 1.0 in Python, also as a key: their engines must not be one."""
+    """1 == 1.0 in Python, also as a key: their offloaders must not be one."""
     one, everything = spilling(quota=1), spilling(quota=1.0)
     assert shared_offloader(one.strategy) is not shared_offloader(everything.strategy)
 

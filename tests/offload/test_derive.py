@@ -288,7 +288,7 @@ def test_a_chain_that_is_made_again_is_not_all_there_at_once() -> None:
         )
     )
     out.sum().backward(retain_graph=True)
-    assert here[0] <= 2  # how deep it goes is the engine's choice, but not to the bottom
+    assert here[0] <= 2  # how deep it goes is the offloader's choice, but not to the bottom
 
 
 def test_a_step_of_nothing_but_derived_activations_is_learnt_as_well() -> None:

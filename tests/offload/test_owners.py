@@ -1,4 +1,4 @@
-"""Who owns an engine of `rekindle.offload`, its file and its threads, and when they go."""
+"""Who owns an offloader, its file and its threads, and when they are freed."""
 
 import os
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_a_new_quota_each_step_leaves_four_files_open_and_no_thread(tmp_path: Pa
     assert threads() == before
 
 
-def test_an_engine_dies_with_the_context_that_holds_it_once_others_were_used(
+def test_an_offloader_dies_with_the_context_that_holds_it_once_others_were_used(
     tmp_path: Path,
 ) -> None:
     x = leaf()
@@ -65,7 +65,9 @@ def test_an_engine_dies_with_the_context_that_holds_it_once_others_were_used(
     assert len(shared_offloaders()) == 4
 
 
-def test_what_an_engine_holds_stays_readable_when_the_engine_is_let_go(tmp_path: Path) -> None:
+def test_what_an_offloader_holds_stays_readable_when_its_owner_is_gone(
+    tmp_path: Path,
+) -> None:
     x = leaf()
     with disk(tmp_path, 0.99):
         loss = chain(x)

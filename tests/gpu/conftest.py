@@ -1,0 +1,17 @@
+"""Fixtures for tests on a GPU."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from rekindle.offload.owners import forget_shared
+
+
+@pytest.fixture
+def own_offloaders() -> Iterator[None]:
+    """The test begins with offloaders that have learnt nothing, and leaves none behind."""
+    forget_shared()
+    yield
+    forget_shared()
+    gc.collect()
