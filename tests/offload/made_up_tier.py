@@ -19,9 +19,7 @@ from rekindle.offload.activation import Activation
 from rekindle.offload.device_offloader import DeviceOffloader
 from rekindle.offload.eligibility import can_offload
 from rekindle.offload.saved_tensors import KeptTensor, OffloadedTensor, unpack
-from rekindle.offload.step_profile import (
-    StepProfile,
-)
+from rekindle.offload.step_profile import StepProfile
 from rekindle.offload.tiers.base import Copy, Tier
 from rekindle.strategy import Offload
 

@@ -10,12 +10,7 @@ from itertools import accumulate, pairwise
 
 from hypothesis import strategies as st
 
-from rekindle.offload.schedule import (
-    ActivationTimes,
-    LinkRates,
-    Schedule,
-    make_schedule,
-)
+from rekindle.offload.schedule import ActivationTimes, LinkRates, Schedule, make_schedule
 
 LITTLE = 1e-6
 

@@ -10,14 +10,7 @@ from torch.nn import functional
 
 import rekindle
 from rekindle.torch_private.autograd_graph import saved_by
-from tests.offloading import (
-    STEPS,
-    assert_plain_gradients,
-    leaf,
-    padded,
-    spilling,
-    traffic_of,
-)
+from tests.offloading import STEPS, assert_plain_gradients, leaf, padded, spilling, traffic_of
 from tests.toys import same_bits
 
 pytestmark = pytest.mark.usefixtures("new_offloaders", "written_at_once")

@@ -3,9 +3,7 @@
 import pytest
 
 from rekindle.offload.schedule import ActivationTimes
-from rekindle.offload.step_profile import (
-    make_profile,
-)
+from rekindle.offload.step_profile import make_profile
 from tests.offload.made_up_tier import TEN, MadeUpTier, Trainer
 
 

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import (
-    disable_saved_tensors_hooks,
-    save_on_cpu,
-    saved_tensors_hooks,
-)
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import rekindle

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.offload.step_profile import (
-    StepRecord,
-)
+from rekindle.offload.step_profile import StepRecord
 from tests.offload.made_up_tier import LITTLE, TEN, Trainer
 
 

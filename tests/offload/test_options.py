@@ -9,14 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from tests.offloading import (
-    STEPS,
-    chain,
-    leaf,
-    moved,
-    only_offloader,
-    spilling,
-)
+from tests.offloading import STEPS, chain, leaf, moved, only_offloader, spilling
 from tests.toys import Stack, assert_same_step, same_bits
 
 pytestmark = pytest.mark.usefixtures("new_offloaders", "written_at_once")

@@ -2,10 +2,7 @@
 
 from hypothesis import example, given
 
-from rekindle.offload.schedule import (
-    LinkRates,
-    Schedule,
-)
+from rekindle.offload.schedule import LinkRates, Schedule
 from tests.offload.simulated_step import LITTLE, Made, choice_of, made_of, simulate, steps
 
 

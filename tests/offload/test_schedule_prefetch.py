@@ -3,9 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rekindle.offload.schedule import (
-    prefetch_ahead,
-)
+from rekindle.offload.schedule import prefetch_ahead
 from tests.offload.simulated_step import (
     LITTLE,
     Made,

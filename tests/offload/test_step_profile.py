@@ -2,11 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from rekindle.offload.step_profile import (
-    StepRecord,
-    profile_of_first,
-    profile_of_repeat,
-)
+from rekindle.offload.step_profile import StepRecord, profile_of_first, profile_of_repeat
 from tests.offload.made_up_tier import TEN, MadeUpTier
 
 

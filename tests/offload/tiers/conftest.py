@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.spilling import (
-    Spill,
-    spill_to,
-)
+from tests.spilling import PAGE, Spill, spill_to
 
 
 @pytest.fixture

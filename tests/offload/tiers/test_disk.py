@@ -11,16 +11,7 @@ from torch import Tensor
 import rekindle
 from rekindle.offload.tiers import spill_file
 from rekindle.offload.tiers.disk import DiskTier
-from tests.spilling import (
-    PAGE,
-    SENT,
-    Spill,
-    leaf,
-    no_tmpfile,
-    open_files,
-    plain_gradient,
-    spill_to,
-)
+from tests.spilling import PAGE, SENT, Spill, leaf, no_tmpfile, open_files, plain_gradient, spill_to
 from tests.toys import Stack, assert_same_step, same_bits
 
 

@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.spilling import (
-    SECONDS,
-    SENT,
-    open_files,
-    outcome,
-    program,
-)
+from tests.spilling import SECONDS, SENT, open_files, outcome, program
 
 KILLED = {
     "in the middle of forward": """

@@ -11,16 +11,7 @@ from torch import Tensor
 import rekindle
 from rekindle.offload.owners import forget_shared, shared_offloaders
 from rekindle.offload.tiers.disk import DiskCopy
-from tests.spilling import (
-    DEPTH,
-    PAGE,
-    SECONDS,
-    SENT,
-    Gate,
-    Spill,
-    leaf,
-    spill_to,
-)
+from tests.spilling import DEPTH, PAGE, SECONDS, SENT, Gate, Spill, leaf, spill_to
 
 
 def test_what_goes_out_comes_in(spill: Spill) -> None:

@@ -14,17 +14,7 @@ import pytest
 from torch import Tensor
 
 import rekindle
-from tests.spilling import (
-    DEPTH,
-    SENT,
-    Gate,
-    Spill,
-    fails,
-    leaf,
-    outcome,
-    plain_gradient,
-    spill_to,
-)
+from tests.spilling import DEPTH, SENT, Gate, Spill, fails, leaf, outcome, plain_gradient, spill_to
 from tests.toys import same_bits
 
 FULL = [

@@ -13,17 +13,7 @@ import torch
 from torch import Tensor
 
 import rekindle
-from tests.spilling import (
-    DEPTH,
-    PAGE,
-    SECONDS,
-    SENT,
-    Gate,
-    Spill,
-    fails,
-    leaf,
-    plain_gradient,
-)
+from tests.spilling import DEPTH, PAGE, SECONDS, SENT, Gate, Spill, fails, leaf, plain_gradient
 from tests.toys import same_bits
 
 
