@@ -19,7 +19,7 @@ ATTRIBUTES = frozenset(
         *("_call_impl", "_forward_hooks_always_called", "_compiled_call_impl"),
         *("_sequence_nr", "_forward_cls", "_execution_engine"),
         *("_dynamo_marked_constant", "_torchdynamo_disable", "_torchdynamo_orig_callable"),
-        *("_get_fsdp_state", "_fsdp_param_group"),
+        *("_get_fsdp_state", "_fsdp_param_group", "_run_policy", "_flat_weights"),
     }
 )
 """Private attributes of torch's objects, by whatever expression the object is reached.

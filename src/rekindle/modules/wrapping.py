@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from rekindle.modules.wrappers import checkpoint_wrapper
+from rekindle.torch_private.fsdp import chosen_by_wrap_policy
 
 _Asks = Callable[[nn.Module, bool, int], bool]
 """Whether to look inside a module (`True`), or to wrap it (`False`), of which so many elements of
@@ -106,16 +107,11 @@ def _refuse_wrapped(model: nn.Module, wrapper: Any) -> None:
 
 
 def _chosen_by(policy: Any, model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
-    """The modules that an FSDP policy chooses, with options for each.
-
-    The one way to ask a `CustomPolicy`, which cannot be called; tried on torch 2.11 and 2.13.
-    """
-    if not hasattr(policy, "_run_policy"):
+    """The modules that an FSDP policy chooses, with options for each."""
+    chosen = chosen_by_wrap_policy(policy, model)
+    if chosen is None:
         raise ValueError(
             "auto_wrap_policy should be a function or a policy of torch.distributed.fsdp.wrap, "
             f"but got {policy!r}"
         )
-    chosen: dict[nn.Module, dict[str, Any]] = policy._run_policy(
-        model, ignored_modules=set(), root_kwargs={}
-    )
     return chosen

@@ -50,7 +50,8 @@ Tried on torch 2.11 and 2.13. Goes when torch has a public form."""
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that runs on this thread ends.
 
-    Tried on torch 2.11 and 2.13. Goes when torch has a public form.
+    Tried on torch 2.11 and 2.13. Goes when the oldest torch that is supported has the public form
+    that pytorch/pytorch#66199 asks for.
     """
     _engine.queue_callback(callback)
 

@@ -103,7 +103,7 @@ def side_effects_accepted() -> bool | None:
     """True if Dynamo accepts changes to Python state in a region; None if torch cannot be told to.
 
     Tried on torch 2.13, which has the setting, and 2.11, which has not. Goes when it is on by
-    default.
+    default: pytorch/pytorch#124866.
     """
     from torch._dynamo import config  # noqa: PLC0415 (slow to import)
 

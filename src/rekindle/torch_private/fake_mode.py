@@ -6,7 +6,7 @@ FakeTensor = fake_tensor.FakeTensor
 """A tensor without memory.
 
 Tried on torch 2.11 and 2.13, whose documentation of fake tensors names it. Goes when it has a
-public path."""
+public path, as pytorch/pytorch#113456 asks."""
 
 FakeTensorMode = fake_tensor.FakeTensorMode
 """The dispatch mode in which ops make fake tensors.

@@ -132,3 +132,17 @@ def _units(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a model has none of it before it is there
     kind = getattr(fsdp, "FSDPModule", ())
     return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def chosen_by_wrap_policy(policy: Any, model: nn.Module) -> dict[nn.Module, dict[str, Any]] | None:
+    """The modules that a policy of `torch.distributed.fsdp.wrap` chooses, with options for each.
+
+    None for what is no such policy. Tried on torch 2.11 and 2.13: the one way to ask a
+    `CustomPolicy`, which cannot be called. Goes when it can.
+    """
+    if not hasattr(policy, "_run_policy"):
+        return None
+    chosen: dict[nn.Module, dict[str, Any]] = policy._run_policy(
+        model, ignored_modules=set(), root_kwargs={}
+    )
+    return chosen

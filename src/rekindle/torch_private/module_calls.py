@@ -38,6 +38,15 @@ def has_always_called_hooks(module: object) -> bool:
     return bool(GLOBAL_ALWAYS_CALLED or getattr(module, "_forward_hooks_always_called", None))
 
 
+def rnn_weights(rnn: nn.RNNBase) -> list[Any]:
+    """The list in which a recurrent module holds its weights a second time, in its kernel's order.
+
+    Tried on torch 2.11 and 2.13. Goes when torch has a public form.
+    """
+    weights: list[Any] = rnn._flat_weights
+    return weights
+
+
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),

@@ -8,7 +8,7 @@ from torch.utils import _pytree
 tree_leaves = _pytree.tree_leaves
 """The values in nested containers, in order.
 
-Tried on torch 2.11 and 2.13. Goes when torch has a public module of pytrees in Python."""
+Tried on torch 2.11 and 2.13. Goes when pytrees are public, as pytorch/pytorch#65761 asks."""
 
 tree_map = _pytree.tree_map
 """Nested containers of the same kinds, with a function of each value.

@@ -73,7 +73,7 @@ def with_versions(function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
     """Call a function so that views it makes share their version counter.
 
     Inside a dispatch mode they would not: it runs below the part of autograd that sees to it. Tried
-    on torch 2.11 and 2.13. Goes when views made inside a mode share it.
+    on torch 2.11 and 2.13. Goes when views made inside a mode share it: pytorch/pytorch#96319.
     """
     was = _is_excluded(_VERSIONS)
     try:

@@ -22,6 +22,7 @@ from rekindle.torch_private.fake_mode import (
     FakeTensor,
     FakeTensorMode,
 )
+from rekindle.torch_private.module_calls import rnn_weights
 from rekindle.torch_private.pytrees import tree_leaves, tree_map
 from rekindle.torch_private.storages import storage_key
 
@@ -187,9 +188,9 @@ def tensor_slots(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
                 if isinstance(tensor, nn.Parameter) and box is not module._parameters:
                     yield box, key, tensor
         if isinstance(module, nn.RNNBase):
-            for index, tensor in enumerate(module._flat_weights):
+            for index, tensor in enumerate(rnn_weights(module)):
                 if tensor is not None and not isinstance(tensor, nn.Parameter):
-                    yield module._flat_weights, index, tensor
+                    yield rnn_weights(module), index, tensor
 
 
 def is_without_memory(tensor: Tensor) -> bool:
