@@ -147,7 +147,7 @@ def settings() -> dict[str, Any]:
         "inference mode": torch.is_inference_mode_enabled(),
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
-        "attention kernels": ambient.take()[1:5],
+        "attention kernels": ambient.snapshot()[1:5],
         "__torch_function__": torch._C._is_torch_function_enabled(),
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),

@@ -19,7 +19,6 @@ from _thread import RLock
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from types import CodeType
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -62,13 +61,14 @@ class Running:
 current: ContextVar[Running | None] = ContextVar("rekindle_current_region", default=None)
 """The innermost forward or replay that runs on this thread."""
 
-region_frames: set[CodeType] = set()
-"""Code of the functions that run a region: each of their frames on the stack is one `Running`."""
+region_code_ids: set[int] = set()
+"""Ids of the code of functions that run a region: each of their frames on the stack is one
+`Running`. Ids, because to hash code is to hash all its constants."""
 
 
 def runs_region(function: _Function) -> _Function:
     """Mark a function that sets `current` once and then calls a region's function."""
-    region_frames.add(function.__code__)
+    region_code_ids.add(id(function.__code__))
     return function
 
 

@@ -477,4 +477,5 @@ def test_what_a_replay_saves_beyond_a_forward_that_still_runs_is_not_compared() 
     prints.close()
     prints.compare(0, x, site)
     prints.compare(1, x, site)
-    assert not prints.check(SimpleNamespace(slots=[lambda: x]), SimpleNamespace())  # type: ignore[arg-type]
+    region = SimpleNamespace(saved=SimpleNamespace(slots=[lambda: x]))
+    assert not prints.check(region, SimpleNamespace())  # type: ignore[arg-type]

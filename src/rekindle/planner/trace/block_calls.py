@@ -127,7 +127,7 @@ class _CallCollector:
         self._from_last = list(from_last.values())
         self._inputs = _weak_storages(given)
         if path not in self.keys:
-            around = ambient.take()
+            around = ambient.snapshot()
             key = self.keys[path] = self._key_of(path, given, around)
             if key not in self.calls:
                 self.calls[key] = BlockCall(block, without_graph(given), around)

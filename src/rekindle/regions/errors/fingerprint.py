@@ -143,7 +143,7 @@ class Fingerprints:
     def compare(self, position: int, x: Tensor, site: RawSite) -> None:
         self._replay.add(position, x, site)
 
-    def check(self, frame: "RecomputeRegion", found: "Collected") -> list[Drift]:
+    def check(self, region: "RecomputeRegion", found: "Collected") -> list[Drift]:
         """Raise if anything that the replay gave back has other content than it had in forward.
 
         If all that has may be memory that nothing reads, it is returned instead: Note [What nothing
@@ -155,8 +155,8 @@ class Fingerprints:
             (position, before, after)
             for position, after in replayed.items()
             if after is not None
-            and position < len(frame.slots)  # else a backward inside is ahead of the forward
-            and frame.slots[position]() is not None
+            and position < len(region.saved.slots)  # else a backward inside is ahead of the forward
+            and region.saved.slots[position]() is not None
             and (before := self._forward.taken.get(position)) is not None
         ]
         if not pairs:
@@ -167,7 +167,7 @@ class Fingerprints:
         same = torch.stack(equal).tolist()
         drifts = [_drift(*pair) for pair, equal in zip(pairs, same, strict=True) if not equal]
         if not all(_may_be_unwritten(found, drift.position) for drift in drifts):
-            raise mismatch.drifted(frame, drifts)
+            raise mismatch.drifted(region, drifts)
         return drifts
 
 

@@ -20,28 +20,30 @@ if TYPE_CHECKING:
 
 
 def different(
-    frame: "RecomputeRegion", position: int, seen: Tensor | None, again: "Collected"
+    region: "RecomputeRegion", position: int, seen: Tensor | None, again: "Collected"
 ) -> CheckpointError:
     """The replay went another way by `position`, where it saved `seen`.
 
     `again` is one more replay, which took down where it was.
     """
     where = again.where or []
-    parted = (i for i, (a, b) in enumerate(zip(frame.sites, where, strict=False)) if a[:2] != b[:2])
+    parted = (
+        i for i, (a, b) in enumerate(zip(region.saved.sites, where, strict=False)) if a[:2] != b[:2]
+    )
     first = min(position, next(parted, position))
     now = call_sites.look_up(where[first]) if first < len(where) else None
-    if first == len(frame.slots):
+    if first == len(region.saved.slots):
         return _error(
-            frame,
+            region,
             f"the forward saved {first} activations, the replay more.",
             f"The first one too many is saved by\n    {now and now.op}\n    {now}",
             _BRANCH,
         )
-    then, slot = call_sites.look_up(frame.sites[first]), frame.slots[first]()
+    then, slot = call_sites.look_up(region.saved.sites[first]), region.saved.slots[first]()
     found = again.tensors[first] if now is not None and first != position else seen
     return _error(
-        frame,
-        f"activation {first + 1} of {len(frame.slots)} is not what it was.",
+        region,
+        f"activation {first + 1} of {len(region.saved)} is not what it was.",
         _side_by_side(
             (
                 "saved",
@@ -56,25 +58,25 @@ def different(
     )
 
 
-def fewer_saved(frame: "RecomputeRegion", saved: int, missing: int) -> CheckpointError:
+def fewer_saved(region: "RecomputeRegion", saved: int, missing: int) -> CheckpointError:
     """The replay ended before it had saved all that the forward did."""
-    then, slot = call_sites.look_up(frame.sites[missing]), frame.slots[missing]()
+    then, slot = call_sites.look_up(region.saved.sites[missing]), region.saved.slots[missing]()
     assert slot is not None, "only living slots are missed"
     return _error(
-        frame,
-        f"the forward saved {len(frame.slots)} activations, the replay {saved}.",
+        region,
+        f"the forward saved {len(region.saved)} activations, the replay {saved}.",
         f"The forward went on to save {_meta(slot)} by\n    {then.op}\n    {then}",
         _BRANCH,
     )
 
 
-def drifted(frame: "RecomputeRegion", drifts: "list[Drift]") -> CheckpointError:
+def drifted(region: "RecomputeRegion", drifts: "list[Drift]") -> CheckpointError:
     """Shapes agree, contents do not."""
     first = drifts[0]
-    then = call_sites.look_up(frame.sites[first.position])
+    then = call_sites.look_up(region.saved.sites[first.position])
     return _error(
-        frame,
-        f"{len(drifts)} of {len(frame.slots)} activations have other values than in forward.",
+        region,
+        f"{len(drifts)} of {len(region.saved)} activations have other values than in forward.",
         f"The first is activation {first.position + 1}, {first.what}: {first.how_much}.\n"
         f"It is saved by\n    {then.op}\n    {then}",
         "a nondeterministic op (atomics, `index_add`, some convolutions), a random generator that "
@@ -86,12 +88,12 @@ def drifted(frame: "RecomputeRegion", drifts: "list[Drift]") -> CheckpointError:
 
 
 def changed_in_place(
-    frame: "RecomputeRegion", position: int, expected: int, version: int
+    region: "RecomputeRegion", position: int, expected: int, version: int
 ) -> CheckpointError:
     """Somebody wrote to a tensor that an op of the region had saved for its backward."""
-    then = call_sites.look_up(frame.sites[position])
+    then = call_sites.look_up(region.saved.sites[position])
     return _error(
-        frame,
+        region,
         "a tensor needed for backward was modified by an inplace operation.",
         f"What was saved by\n    {then.op}\n    {then}\n"
         f"is at version {version}; expected version {expected}.",
@@ -102,10 +104,10 @@ def changed_in_place(
     )
 
 
-def argument_changed(frame: "RecomputeRegion", argument: str) -> CheckpointError:
+def argument_changed(region: "RecomputeRegion", argument: str) -> CheckpointError:
     """The region has lost what a replay would start from."""
     return _error(
-        frame,
+        region,
         f"its tensor argument {argument} was changed in place after the call.",
         "There is nothing left to replay the region from.",
         "an in-place op (`x += …`, `relu_`, `inplace=True`) on the argument, inside the region or "
@@ -136,18 +138,18 @@ _TRY_DEBUG = "; `debug=True` shows the ops where forward and replay part"
 
 
 def _error(
-    frame: "RecomputeRegion", headline: str, detail: str, cause: str, cure: str | None = None
+    region: "RecomputeRegion", headline: str, detail: str, cause: str, cure: str | None = None
 ) -> CheckpointError:
-    if not frame.options.preserve_rng_state:
+    if not region.options.preserve_rng_state:
         cause += ", or a random number: this region was called with preserve_rng_state=False"
-    parts = [f"Region {region_name(frame.function)} did not replay as it ran: {headline}", detail]
-    if frame.trace is not None:
-        parts.append(format_diff(frame.trace))
-    left_alone = None if frame.inputs.state is None else frame.inputs.state.left_alone()
+    parts = [f"Region {region_name(region.function)} did not replay as it ran: {headline}", detail]
+    if region.trace is not None:
+        parts.append(format_diff(region.trace))
+    left_alone = None if region.inputs.state is None else region.inputs.state.left_alone()
     if left_alone:
         parts.append(f"As they are now, not as in forward: {', '.join(left_alone)}.")
     parts.append(f"Likely cause: {cause}.")
-    parts.append(f"Try: {cure or _TRY + ('.' if frame.trace is not None else _TRY_DEBUG + '.')}")
+    parts.append(f"Try: {cure or _TRY + ('.' if region.trace is not None else _TRY_DEBUG + '.')}")
     return CheckpointError("\n".join(parts))
 
 

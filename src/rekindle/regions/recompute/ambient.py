@@ -1,8 +1,8 @@
-"""The state around a region that decides which ops run: taken in forward, entered again in replay.
+"""The state around a region that decides which ops run: read in forward, entered again in replay.
 
 Autocast of every device type, the default device (`with torch.device(...)`), the default dtype,
 which attention kernels are allowed (`sdpa_kernel`), and the names of functions that run. Most
-regions run with nothing of it changed, and then taking it is a handful of calls and one tuple.
+regions run with nothing of it changed, and then reading it is a handful of calls and one tuple.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ _flash, _mem_efficient, _math, _cudnn = ATTENTION_ALLOWED
 _default_dtype = torch.get_default_dtype
 
 
-def take() -> Ambient:
+def snapshot() -> Ambient:
     """The surrounding state now."""
     return (
         _default_dtype(),
@@ -78,9 +78,10 @@ def casts() -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
 
 
 def enter(then: Ambient) -> None:
-    """Have everything as in `then`; a `Surroundings` taken before puts back what is now."""
+    """Have everything as in `then`; a `TorchState` made before puts back what is now."""
     dtype, *attention, torch_function, named, priority, casts, device = then
-    (dtype_now, *attention_now, torch_function_now, _, priority_now, casts_now, device_now) = take()
+    now = snapshot()
+    (dtype_now, *attention_now, torch_function_now, _, priority_now, casts_now, device_now) = now
     names.set(named)
     if dtype_now != dtype:
         torch.set_default_dtype(dtype)

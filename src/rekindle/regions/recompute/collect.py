@@ -12,10 +12,10 @@ other is loose until the op that saves it has ended. With a loose save at the ca
 one, the replay goes on to the next save from another call site, or to the end.
 
 Note [A replay that runs to its end]. Where it need not stop, and nothing is to be looked at on the
-way, the hook is the list's own `append`: no Python runs at all. It hands back nothing, so a region
-that runs a backward of its own is collected with care, and so is one whose parameters' data are
-exchanged before the replay ends (as ZeRO does): that shows as a mismatch, and the replay is
-repeated.
+way, the replay is unchecked: the hook is the list's own `append`, and no Python runs at all. It
+hands back nothing, so a replay of a region that runs a backward of its own is checked, and so is
+one whose parameters' data are exchanged before it ends (as ZeRO does): that shows as a mismatch,
+and the replay is repeated, checked.
 
 Note [When stopping pays]. To stop is to raise through autograd's C++, which takes the host 20 µs
 with torch's CPU build and over 500 µs with its CUDA build. What is saved is the op that saves last,
@@ -25,19 +25,19 @@ stops only if the op that saves last has a millisecond's fraction of work to do,
 
 import functools
 import operator
-from collections.abc import Callable, Generator, Sequence
+import sys
+from collections.abc import Callable, Generator
 from types import CodeType
 from typing import TYPE_CHECKING, NoReturn
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 
 from rekindle.errors import CheckpointError
 from rekindle.regions.errors.call_sites import RawSite, frame_at, library, record
 from rekindle.regions.recompute.containers import PACKING
 from rekindle.regions.recompute.early_stop import stop_inside
-from rekindle.regions.recompute.slots import Slot, filled
+from rekindle.regions.recompute.slots import Slot, by_the_last_op, filled
 from rekindle.torch_private.autograd_graph import is_view
 from rekindle.torch_private.dispatch_modes import PROXY, entered_mode
 from rekindle.torch_private.dynamo_frames import not_compiled
@@ -48,52 +48,43 @@ if TYPE_CHECKING:
     from rekindle.regions.recompute.recompute_region import RecomputeRegion
 
 
+_getframe = sys._getframe
+
+
 class Collected:
     """What a replay saved: the tensors and, if asked for, where."""
 
-    __slots__ = (
-        "_frame",
-        "copied",
-        "depth",
-        "detached",
-        "ended_elsewhere",
-        "hasty",
-        "parameters",
-        "replay_code",
-        "stopped",
-        "tensors",
-        "values",
-        "where",
-    )
+    where: list[RawSite] | None = None
+    """The call site of each save, if they are wanted."""
+    depth = 3
+    """Python frames between the region's code and where it is looked for."""
+    detached = 0
+    """Ops that the collecting itself ran."""
+    unchecked = False
+    """Note [A replay that runs to its end]."""
+    stopped = False
+    """True if all that was needed was there before the region ended."""
+    ended_elsewhere = False
+    """True if the last activation that was needed came from a call that the forward made too, but
+    in another place: what was saved has shifted."""
 
     def __init__(
-        self, frame: "RecomputeRegion", closely: bool = False, values: "Fingerprints | None" = None
+        self, region: "RecomputeRegion", closely: bool = False, values: "Fingerprints | None" = None
     ) -> None:
-        self._frame = ref(frame)
-        self.replay_code = type(frame)._run_again.__code__
-        """The code that runs the region again."""
-        self.depth = 3
-        """How far the region's code is from where it is looked for."""
+        self._region = ref(region)
         self.tensors: list[Tensor] = []
-        self.where: list[RawSite] | None = [] if closely or values is not None else None
         self.values = values
+        """Fingerprints to compare with, if contents are compared."""
         self.parameters: set[int] = set()
         """Positions of parameters."""
         self.copied: dict[int, int] = {}
         """Positions of copies, each with the version of what was copied."""
-        self.detached = 0
-        """How many ops the collecting itself ran."""
-        self.hasty = False
-        """Note [A replay that runs to its end]."""
-        self.stopped = False
-        """Whether all that was needed was there before the region ended."""
-        self.ended_elsewhere = False
-        """Whether the last activation that was needed came from a call that the forward made too,
-        but in another place: what was saved has shifted."""
+        if closely or values is not None:
+            self.where = []
 
     @not_compiled
     def saved(self, position: int | Slot) -> Tensor:
-        """What was saved there: for a backward through the replay's own graph.
+        """The tensor that was saved there: for a backward through the replay's own graph.
 
         The region itself runs it, or a region nested in it, when this replay is over and its
         activations are in the slots; or an op that makes a graph of its own.
@@ -102,8 +93,8 @@ class Collected:
             return position.value
         if position < len(self.tensors):
             return self.tensors[position]
-        frame = self._frame()
-        slot = None if frame is None else frame.slots[position]()
+        region = self._region()
+        slot = None if region is None else region.saved.slots[position]()
         if slot is None:
             raise CheckpointError(
                 "A backward went through a graph that was made in a replay, after the replay: its "
@@ -136,7 +127,7 @@ class Collected:
                 self.copied[position] = version
 
     def is_old(self, position: int) -> bool:
-        """Whether what was saved there is surely no stand-in for a buffer, whose version is new."""
+        """True if what was saved there is surely no stand-in for a buffer, whose version is new."""
         x = self.tensors[position]
         return (
             x.requires_grad
@@ -144,8 +135,13 @@ class Collected:
             or (is_view(x) and isinstance(x._base, nn.Parameter))
         )
 
-    def may_be_unwritten(self, sites: Sequence[RawSite]) -> bool:
-        """Whether the op that saves now may yet write to a save. Note [When a replay may stop]."""
+    def may_be_unwritten(self, sites: list[RawSite]) -> bool:
+        """True if the op that saves now may yet write to a save. Note [When a replay may stop]."""
+        last = len(self.tensors) - 1
+        if self.tensors[last].requires_grad and (
+            not last or sites[last - 1][1] != sites[last][1]
+        ):  # surely written, and the op's only save: no need to look at others
+            return False
         for position in by_the_last_op(sites, len(self.tensors)):
             if not (self.is_old(position) or sites[position][0] is PACKING):
                 return True
@@ -161,7 +157,7 @@ class Collected:
 
 @not_compiled
 def collect(
-    found: Collected, needed: int, sites: Sequence[RawSite], early_stop: bool
+    found: Collected, needed: int, sites: list[RawSite], early_stop: bool
 ) -> Generator[int, Tensor | None, None]:
     """Collect `needed` activations, one at least; `sites` are the forward's. Prime with `next`."""
     keep, closely, last = found.tensors.append, found.where is not None, needed - 1
@@ -173,7 +169,12 @@ def collect(
         position += 1
         keep(x if type(x) is Tensor else found.detach(x, position))  # type: ignore[arg-type]
         x = None  # a generator that is closed may keep its variables
-    op = _call_site()
+    try:
+        caller = _getframe(1)
+    except ValueError:  # in a thread of autograd's own, which no Python calls
+        caller = _getframe(0)
+    op = caller.f_code, caller.f_lasti
+    del caller
     if early_stop:
         found.ended_elsewhere = op != sites[last][:2] and any(
             op == site[:2] and not library[op[0].co_filename] for site in sites
@@ -191,37 +192,13 @@ def collect(
         x = None
 
 
-_WORTH = 10**11
-"""The work of an op that is worth stopping for on a device, in multiplications: 0.2 ms or so."""
-_PER_ELEMENT = 1000
-"""Multiplications that take as long as moving one element through memory."""
-
-
-def by_the_last_op(sites: Sequence[RawSite], count: int) -> range:
-    """The last of the first `count` positions, and those before it from the same call site."""
-    first = last = count - 1
-    while first > 0 and sites[first - 1][:2] == sites[last][:2]:
-        first -= 1
-    return range(first, count)
-
-
-def is_worth_stopping(shapes: Sequence[torch.Size]) -> bool:
-    """Whether an op that saves such tensors has enough to do. Note [When stopping pays]."""
-    work = max((shape.numel() for shape in shapes), default=0) * _PER_ELEMENT
-    for i, a in enumerate(shapes):
-        for j, b in enumerate(shapes):
-            if i != j and len(a) >= 2 and len(b) == 2 and a[-1] == b[0]:
-                work = max(work, a.numel() * b[1])
-    return work >= _WORTH
-
-
 def _stop(found: Collected) -> NoReturn:
     """End the replay; what its code still runs on the way out is nobody's."""
     found.stopped = True
     push = functools.partial(push_hooks, StandInHook(), _same)
     swap: tuple[Callable[[], None], ...] = pop_hooks, push
     tuple(map(operator.call, swap))  # Note [In one call]
-    raise stop_inside(found.replay_code)
+    raise stop_inside(found._region())
 
 
 def _same(value: Tensor) -> Tensor:

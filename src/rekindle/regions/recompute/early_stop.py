@@ -9,9 +9,13 @@ backward needs is there by then, and what the region runs after that is nobody's
 """
 
 import sys
-from types import CodeType, FrameType
+from typing import TYPE_CHECKING
 
+from rekindle.regions.base import Region, current, region_code_ids
 from rekindle.torch_private.module_calls import MODULE_CALL_WITH_HOOKS, has_always_called_hooks
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 
 class Stop(BaseException):
@@ -22,16 +26,21 @@ class StopForHooks(Exception):  # noqa: N818
     """Ends a replay inside a module that has a hook to be called on an Exception."""
 
 
-def stop_inside(replay: CodeType) -> Stop | StopForHooks:
-    """The exception to stop with; `replay` is the code that runs the region again.
+def stop_inside(region: Region | None) -> Stop | StopForHooks:
+    """The exception that ends the replay of a region.
 
     Note [Forward hooks that are always called].
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not replay:
-        if frame.f_code is MODULE_CALL_WITH_HOOKS and has_always_called_hooks(
-            frame.f_locals.get("self")
-        ):
-            return StopForHooks()
+    running = current.get()
+    while frame is not None:
+        code = frame.f_code
+        if code is MODULE_CALL_WITH_HOOKS:
+            if has_always_called_hooks(frame.f_locals.get("self")):
+                return StopForHooks()
+        elif id(code) in region_code_ids and running is not None:
+            if running.is_replay and running.region is region:
+                break
+            running = running.outer
         frame = frame.f_back
     return Stop()

@@ -73,7 +73,7 @@ class Inputs:
         self.state: CallState | None = None
         """Objects that the region may write to, if there are any among the arguments."""
         bound = bound_state(function) if type(function) is functools.partial else None
-        self._simple = hooks is None and not kwargs and bound is None and self._all_simple(args)
+        self._simple = not kwargs and hooks is None and bound is None and self._all_simple(args)
         if not self._simple:
             self._tensors, self._versions, self._wanted = [], [], []
             self._pack(hooks, bound, keep_graphs)
@@ -96,7 +96,11 @@ class Inputs:
         """Note the tensors among the arguments; False if there is more to look at."""
         for arg in args:
             if isinstance(arg, Tensor):
-                self._note(arg)
+                self._tensors.append(arg)
+                self._versions.append(version_of(arg))
+                self._wanted.append(arg.requires_grad)
+                if not arg.is_cpu:
+                    self.devices.add(arg.device)
             elif type(arg) not in PLAIN:
                 return False
         return len(self._tensors) < 2 or len(set(map(id, self._tensors))) == len(self._tensors)

@@ -139,16 +139,24 @@ def parts_of_function(function: types.FunctionType) -> list[Any]:
         parts += function.__kwdefaults__.values()
     bound = function.__globals__
     if not is_of_a_library(bound.get("__name__") or ""):
-        for name in _names_in(function.__code__):
-            if name in bound and type(bound[name]) not in ATOMS:
-                parts.append(bound[name])
+        _add_globals(parts, function.__code__, bound)
     return parts
+
+
+def _add_globals(parts: list[Any], code: types.CodeType, bound: dict[str, Any]) -> None:
+    """Add the globals that code names, and functions inside it, where they may lead somewhere."""
+    named = [bound[name] for name in code.co_names if name in bound]
+    parts += [part for part in named if type(part) not in ATOMS]
+    for constant in code.co_consts:
+        if type(constant) is types.CodeType:
+            _add_globals(parts, constant, bound)
 
 
 _FIRST = tuple(vars(nn.Module()))
 """What every module holds, in order: what is registered, and hooks."""
 _COUNT = len(_FIRST)
 _LAST = _FIRST[-1]
+_are_atoms = ATOMS.issuperset
 
 
 def module_parts(modules: list[nn.Module]) -> list[Any]:
@@ -159,8 +167,11 @@ def module_parts(modules: list[nn.Module]) -> list[Any]:
         if own["_forward_pre_hooks"] or own["_forward_hooks"]:
             parts += (own["_forward_pre_hooks"], own["_forward_hooks"])
         if len(own) > _COUNT:
-            names, values = islice(own, _COUNT - 1, None), [*islice(own.values(), _COUNT, None)]
-            if next(names) != _LAST:  # it set something before `super().__init__()`
+            if next(islice(own, _COUNT - 1, None)) == _LAST:
+                if _are_atoms(map(type, islice(own.values(), _COUNT, None))):
+                    continue
+                values = [*islice(own.values(), _COUNT, None)]
+            else:  # it set something before `super().__init__()`
                 values = [own.get(name) for name in own.keys() - frozenset(_FIRST)]
             for value in values:
                 if type(value) not in ATOMS:

@@ -16,13 +16,11 @@ from rekindle import observation
 from rekindle.errors import RekindleError
 from rekindle.regions.base import Running, current, is_replaying, runs_region
 from rekindle.regions.recompute import ambient, rng_state
+from rekindle.regions.recompute.forward_snapshot import ForwardSnapshot
 from rekindle.regions.recompute.inputs import Inputs
-from rekindle.regions.recompute.module_state import ModuleState
 from rekindle.regions.recompute.random_generators import DrawWatch
-from rekindle.regions.recompute.reachable_state import reached_from
-from rekindle.regions.recompute.torch_state import Surroundings
+from rekindle.regions.recompute.torch_state import TorchState
 from rekindle.torch_private.autograd_graph import runs_whole_graph
-from rekindle.torch_private.cuda import cuda_in_use
 from rekindle.torch_private.dynamo_frames import not_compiled
 from rekindle.torch_private.grad_mode import set_grad_enabled, without_grad
 
@@ -58,28 +56,20 @@ class CheckpointFunction(torch.autograd.Function):
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         ctx.run_function = run_function
         others = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
-        ctx.inputs = Inputs(run_function, others, {}, None, keep_graphs=True)
+        inputs = Inputs(run_function, others, {}, None, keep_graphs=True)
+        inputs.devices |= {tensor.device for tensor in tensors if not tensor.is_cpu}
+        start = ForwardSnapshot(inputs, run_function, args, {}, preserve_rng_state)
+        ctx.start = start
         ctx.count = len(args)
         ctx.positions = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         ctx.save_for_backward(*tensors)
-        ctx.ambient = ambient.take()
-        modules, generators, saw_all = reached_from(run_function, args, {})
-        ctx.modules = ModuleState(modules, run_function)
-        ctx.had_cuda = cuda_in_use()
-        ctx.rng = None
-        if preserve_rng_state:
-            ctx.rng = rng_state.take({t.device for t in tensors if not t.is_cpu}, generators)
         if observation.active and not is_replaying():
             observation.Watch(run_function).ran(tensors)
         try:
-            with nullcontext() if saw_all else DrawWatch(ctx):
+            with nullcontext() if start.sees_all_generators else DrawWatch(start):
                 return without_grad(run_function, *args)
         finally:
-            if ctx.inputs.state is not None:
-                ctx.inputs.state.close()
-            ctx.modules.close()
-            if ctx.rng is not None and not ctx.had_cuda and cuda_in_use():
-                ctx.rng = rng_state.with_first_use(ctx.rng)
+            start.close(hooked=False)
 
     @staticmethod
     @not_compiled
@@ -115,11 +105,14 @@ def _tensor_or(tensor: Tensor | None, other: Any) -> Any:
 
 @runs_region
 def _run_again(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    before, modules = Surroundings(), ctx.modules.now()
-    random_now = None if ctx.rng is None else rng_state.now(ctx.rng)
+    start: ForwardSnapshot = ctx.start
+    before = TorchState()
+    modules = None if start.modules is None else start.modules.now()
+    random_now = None if start.rng is None else rng_state.now(start.rng)
 
     def put_back() -> None:
-        ctx.modules.put_back(modules)
+        if start.modules is not None and modules is not None:
+            start.modules.put_back(modules)
         before.put_back()
         if random_now is not None:
             rng_state.restore(random_now)
@@ -127,13 +120,14 @@ def _run_again(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     try:
         current.set(Running(None, current.get(), is_replay=True))
         set_grad_enabled(True)
-        if ctx.rng is not None:
-            rng_state.restore(ctx.rng)
-        ctx.modules.enter()
-        ambient.enter(ctx.ambient)
+        if start.rng is not None:
+            rng_state.restore(start.rng)
+        if start.modules is not None:
+            start.modules.enter()
+        ambient.enter(start.ambient)
         watched = observation.Watch(ctx.run_function).replay if observation.active else nullcontext
         with watched():
-            function, args, kwargs = ctx.inputs.again()
+            function, args, kwargs = start.inputs.again()
             bound = len(args) - len(inputs)  # what a partial brings with it
             given = map(_tensor_or, inputs, args[bound:])
             outputs = function(*args[:bound], *given, **kwargs)

@@ -1,7 +1,7 @@
 """Random numbers: a replay draws what its forward drew, and nobody else notices.
 
 The CPU generator's state is 5 kB, a CUDA generator's is a seed and an offset in 16 bytes, also
-while a CUDA graph is captured. Both are cheaper to take always than to find out whether the region
+while a CUDA graph is captured. Both are cheaper to read always than to find out whether the region
 draws at all.
 """
 
@@ -22,7 +22,7 @@ _cpu_state = torch.default_generator.get_state
 _set_cpu_state = torch.default_generator.set_state
 
 
-def take(devices: Collection[torch.device], own: Sequence[torch.Generator] = ()) -> RngState:
+def snapshot(devices: Collection[torch.device], own: Sequence[torch.Generator] = ()) -> RngState:
     """The state now of the CPU, of the current device, of `devices` and of the generators `own`."""
     named = DefaultDeviceType._default_device_type
     if not (devices or own or cuda_in_use()) and named in (None, "cpu", "cuda", "meta"):
@@ -40,9 +40,8 @@ def take(devices: Collection[torch.device], own: Sequence[torch.Generator] = ())
 
 
 def now(then: RngState) -> RngState:
-    """The state now of the generators whose state was taken then."""
-    others = then[1]
-    return _cpu_state(), tuple([(g, g.get_state()) for g, _ in others]) if others else ()
+    """The state now of the generators of a snapshot."""
+    return _cpu_state(), tuple([(g, g.get_state()) for g, _ in then[1]]) if then[1] else ()
 
 
 def restore(then: RngState) -> None:

@@ -6,7 +6,7 @@ their own end would know the way back; and it is put back by setting it, which d
 is done twice. Whoever changes it does so as follows, and then one interrupt can leave nothing
 behind:
 
-    before = Surroundings()
+    before = TorchState()
     try:
         ...  # change it, and run what needs it changed
         before.put_back()
@@ -46,8 +46,8 @@ from rekindle.torch_private.torch_function import (
 )
 
 
-class Surroundings:
-    """What is around a replay now. Note [Put back as often as asked]."""
+class TorchState:
+    """State of torch that is around a replay now. Note [Put back as often as asked]."""
 
     def __init__(self) -> None:
         self._hooks = top_hooks(False)
@@ -61,7 +61,7 @@ class Surroundings:
         self._transforms = None if func_transform() is None else LeftTransforms()
         self._autocast_level = autocast_level()
         self._casts = ambient.casts()
-        self._ambient = ambient.take()
+        self._ambient = ambient.snapshot()
 
     def leave_transforms(self) -> None:
         """Leave `torch.func` and vmap: a batched backward runs there, its forward did not."""
@@ -93,7 +93,7 @@ class Surroundings:
         ambient.names.set(names)
         if torch.get_default_dtype() != dtype:
             torch.set_default_dtype(dtype)
-        ambient.allow_attention(attention, ambient.take()[1:5])
+        ambient.allow_attention(attention, ambient.snapshot()[1:5])
         if priority is not None and cuda_in_use():
             set_attention_order(list(priority))
 
@@ -101,7 +101,7 @@ class Surroundings:
 @contextmanager
 def entered(then: ambient.Ambient) -> Iterator[None]:
     """Run as in `then`, and put back what is now, whatever happens."""
-    before = Surroundings()
+    before = TorchState()
     try:
         ambient.enter(then)
         yield

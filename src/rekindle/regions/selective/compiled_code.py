@@ -132,14 +132,14 @@ class CompiledCodeRegion(RecomputeRegion):
         slot.region = self
         slot.meta = shape_of(x), x.dtype, x.device
         slot.version = x._version
-        self.slots.append(ref(slot))
-        self.sites.append(site)
+        self.saved.slots.append(ref(slot))
+        self.saved.sites.append(site)
         return slot
 
     def pass_by(self, site: RawSite) -> None:
         """Autograd saves a tensor that needs no replay."""
-        self.slots.append(_DEAD)
-        self.sites.append(site)
+        self.saved.slots.append(_DEAD)
+        self.saved.sites.append(site)
 
     def note_trace(self, site: RawSite) -> None:
         """Autograd saves a tensor for an op that makes a graph of its own."""

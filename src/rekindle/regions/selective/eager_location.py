@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from rekindle.regions.base import current, region_frames
+from rekindle.regions.base import current, region_code_ids
 from rekindle.regions.recompute.ambient import names
 from rekindle.regions.selective import graph_location as traced
 from rekindle.torch_private.autograd_graph import function_class
@@ -135,7 +135,7 @@ def module_path() -> str:
         code = frame.f_code
         if code is MODULE_CALL:
             modules.append(frame.f_locals["self"])
-        elif code in region_frames and running is not None:
+        elif id(code) in region_code_ids and running is not None:
             region = running.region
             if running.is_replay:
                 above, parent = (None if region is None else region.path) or ("", None)
@@ -161,7 +161,7 @@ def path_in(region: Any) -> str | None:
     for frame in _stack():
         if frame.f_code is MODULE_CALL:
             modules.append(frame.f_locals["self"])
-        elif frame.f_code in region_frames and running is not None:
+        elif id(frame.f_code) in region_code_ids and running is not None:
             if running.region is region and not running.is_replay:
                 return _joined("", [*modules, root])
             running = running.outer

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from rekindle.regions.base import region_frames
+from rekindle.regions.base import region_code_ids
 from rekindle.regions.selective.decisions import Decision
 from rekindle.torch_private.module_calls import MODULE_CALL
 
@@ -44,7 +44,7 @@ class ModuleFinder:
                 path: str | None = paths.get(id(frame.f_locals["self"]))
                 if path is not None:
                     return path
-            elif code in region_frames:
+            elif id(code) in region_code_ids:
                 return ""
             frame = frame.f_back
         return ""

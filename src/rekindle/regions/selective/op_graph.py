@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rekindle.regions.recompute import rng_state as random_state
-from rekindle.regions.recompute.torch_state import Surroundings
+from rekindle.regions.recompute.torch_state import TorchState
 from rekindle.regions.selective import kernel_backends
 from rekindle.regions.selective.op_addresses import is_parameter
 from rekindle.torch_private.autocast import any_autocast
@@ -232,7 +232,7 @@ def _is_plain(ops: list[RecordedOp]) -> bool:
 
 def _as_recorded(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function where ops run as they were recorded: after autocast, autograd, transforms."""
-    before = Surroundings()
+    before = TorchState()
     try:
         with below_autograd(), outside_inference_mode():
             if any_autocast():  # what was to be cast was cast then

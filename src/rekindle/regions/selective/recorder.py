@@ -245,7 +245,7 @@ class OpRecorder(TorchDispatchMode):
         if kind is _PURE or kind is _VIEW:
             out = func(*args, **kwargs) if kwargs else func(*args)
         elif can_be_run_again(kind, args, kwargs):
-            rng = random_state.take(()) if kind is OpKind.RANDOM else None
+            rng = random_state.snapshot(()) if kind is OpKind.RANDOM else None
             out = func(*args, **(kwargs or {}))
         else:
             return self._run_once(func, kind, args, kwargs or {})
