@@ -116,8 +116,12 @@ class RecordedOp:
         `remade`. With `is_plain`, there are no autocast, autograd or transforms to leave.
         """
         given = self._given(remade)  # for which a region around this one may be replayed
-        out = self._run(*given) if is_plain else _as_recorded(self._run, *given)
-        for weak, tensor in zip(self.outputs, tensors_of(out), strict=True):
+        if is_plain and self.grad_mode is None:
+            out = self._run(*given)
+        else:
+            out = _as_recorded(self._run, *given)
+        tensors = (out,) if type(out) is Tensor else tensors_of(out)
+        for weak, tensor in zip(self.outputs, tensors, strict=True):
             value = weak()
             if value is not None and value.held is None:
                 if not for_good:
@@ -128,7 +132,15 @@ class RecordedOp:
 
     def _given(self, remade: list[RecordedValue]) -> tuple[list[Any], dict[str, Any]]:
         """Arguments with tensors in place of values."""
-        args = [_tensor_for(arg, remade) for arg in self.args]
+        args = []
+        for arg in self.args:  # as `_tensor_for`, without a call for most
+            kind = type(arg)
+            if kind is RecordedValue and arg.remade is not None:
+                args.append(arg.remade)
+            elif kind is RecordedValue or kind is list or kind is tuple:
+                args.append(_tensor_for(arg, remade))
+            else:
+                args.append(arg)
         if not self.kwargs:
             return args, self.kwargs
         return args, {key: _tensor_for(arg, remade) for key, arg in self.kwargs.items()}
@@ -177,7 +189,7 @@ def _tensor_for(arg: Any, remade: list[RecordedValue]) -> Any:
     """An argument with tensors in place of values."""
     kind = type(arg)
     if kind is RecordedValue:
-        tensor = arg.tensor(remade) if arg.remade is None else arg.remade
+        tensor = arg.tensor(remade)
         assert tensor is not None, "ops are run in order"
         return tensor
     if kind is list or kind is tuple:
@@ -189,7 +201,7 @@ def remake(wanted: RecordedValue, remade: list[RecordedValue], for_good: bool) -
     """Make a value again by the ops that it depends on and no others; the number of those ops."""
     ops = _needed_ops(wanted)
     count = len(ops)
-    is_plain = _is_plain(ops)
+    is_plain = _is_plain()
     while ops:  # one by one: what only led to something that was made goes at once
         ops.pop().rerun(remade, for_good, is_plain)
     return count
@@ -206,23 +218,21 @@ def _needed_ops(wanted: RecordedValue) -> list[RecordedOp]:
         if op in order:
             stack.pop()
             continue
-        missing = [
-            value.op
-            for value in op.inputs
-            if value.remade is None and value.op is not None and value.op not in order
-        ]
-        if missing:
-            stack += missing
-        else:
+        is_ready = True
+        for value in op.inputs:
+            maker = value.op
+            if maker is not None and value.remade is None and maker not in order:
+                stack.append(maker)
+                is_ready = False
+        if is_ready:
             order[stack.pop()] = None
     return list(order)[::-1]
 
 
-def _is_plain(ops: list[RecordedOp]) -> bool:
+def _is_plain() -> bool:
     """True if there are no settings to leave, as in most backwards: there gradients are off."""
     return not (
         grad_enabled()
-        or any(op.grad_mode is not None for op in ops)
         or any_autocast()
         or func_transform() is not None
         or torch.is_inference_mode_enabled()
