@@ -7,6 +7,7 @@ where it is measured.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from rekindle.planner import keep_sets
 from rekindle.planner.op_words import word_of
 from rekindle.planner.types import BlockTrace, Candidate, TracedOp
 from rekindle.strategy import (
@@ -23,13 +24,11 @@ from rekindle.strategy import (
 
 def candidates(trace: BlockTrace) -> tuple[Candidate, ...]:
     """The candidates of a block that are worth measuring, the first of which keeps all."""
-    from rekindle.planner.keep_sets import keep_sets  # needs scipy  # noqa: PLC0415
-
     return (
         Candidate(Keep()),
         Candidate(Recompute()),
         *recomputing_saved(trace.recomputable, trace),
-        *(selecting(kept, trace) for kept in keep_sets(trace)),
+        *(selecting(kept, trace) for kept in keep_sets.keep_sets(trace)),
     )
 
 
