@@ -187,10 +187,10 @@ def test_planning_again_does_not_warn() -> None:
 def test_a_loss_goes_with_a_profile_without_a_device() -> None:
     model, batch = Language(), words()
     real = rekindle.profile(model, batch, loss=next_word)
-    imagined = rekindle.profile(model, batch, loss=next_word, device="meta", like="H200")
-    assert imagined.loss == real.loss == "given"
-    assert imagined.rest_peak == real.rest_peak
-    assert imagined.output_held == real.output_held
+    fake = rekindle.profile(model, batch, loss=next_word, device="meta", like="H200")
+    assert fake.loss == real.loss == "given"
+    assert fake.rest_peak == real.rest_peak
+    assert fake.output_held == real.output_held
     measured = rekindle.profile(model, batch, loss=next_word, device="meta", like=real)
     assert measured.rest_peak == real.rest_peak
 

@@ -13,7 +13,7 @@ from rekindle.modules.forward import forward_of
 from rekindle.planner import verified_plan
 from rekindle.planner.measure.measure_step import MeasuredStep
 from rekindle.strategy import Keep
-from tests.planner.test_fit import unchanged
+from tests.planner.cases import unchanged
 from tests.toys import Block, Stack, same_bits
 
 pytest.importorskip("scipy")

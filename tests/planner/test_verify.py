@@ -20,7 +20,7 @@ from rekindle.planner.gradient_fingerprints import FingerprintCollector, Fingerp
 from rekindle.planner.timeline import simulate
 from rekindle.planner.verify import BIT_FOR_BIT, reference_for
 from rekindle.strategy import Keep, Recompute
-from tests.planner.test_fit import unchanged
+from tests.planner.cases import unchanged
 from tests.toys import Block, Mlp, Stack
 from tests.wrong import wrong_recompute
 
