@@ -6,7 +6,7 @@ from pathlib import Path
 import rekindle
 
 SOURCE = Path(rekindle.__file__).parent
-SPLIT = {"rekindle", "rekindle._api", "rekindle.regions"}
+SPLIT = {"rekindle", "rekindle.regions"}
 """Packages whose parts are in layers of their own."""
 
 
