@@ -43,6 +43,7 @@ from rekindle.planner.ranks.rank_sync import (
 from rekindle.planner.ranks.worst_case import shape_of_profile, worst_case
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Nearby, Profile
+from rekindle.report import text  # noqa: F401 (plans and profiles print by it)
 
 
 def profile(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rekindle.planner import json_files
+from rekindle.planner.as_text import as_text
 from rekindle.planner.json_schema import Inconsistency
 from rekindle.planner.types import Candidate, Nearby, repeated_paths
 from rekindle.strategy import Keep
@@ -90,6 +91,4 @@ class Plan:
         return json_files.load(cls, "plan", path)
 
     def __str__(self) -> str:
-        from rekindle.report.text import format_plan  # noqa: PLC0415
-
-        return format_plan(self)
+        return as_text(self)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from rekindle.planner import json_files
+from rekindle.planner.as_text import as_text
 from rekindle.planner.json_schema import Difference, Inconsistency
 from rekindle.strategy import (
     Keep,
@@ -315,9 +316,7 @@ class Profile:
         return json_files.load(cls, "profile", path)
 
     def __str__(self) -> str:
-        from rekindle.report.text import format_profile  # noqa: PLC0415
-
-        return format_profile(self)
+        return as_text(self)
 
 
 def repeated_paths(unused: tuple[str, ...], used: Iterable[str]) -> Iterator[Inconsistency]:

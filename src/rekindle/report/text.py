@@ -1,11 +1,13 @@
-"""Profiles and plans as text."""
+"""Text of profiles and plans, which they print as."""
 
 from rekindle.modules.patterns import spanned
+from rekindle.planner.as_text import as_text
 from rekindle.planner.plan import Plan
 from rekindle.planner.types import Candidate, Nearby, Profile
 from rekindle.sizes import format_bytes
 
 
+@as_text.register
 def format_profile(profile: Profile) -> str:
     """The text of a profile: its blocks with their candidates, and the rest of the step."""
     counts = f"{len(profile.order)} blocks, {len(profile.blocks)} distinct"
@@ -20,6 +22,7 @@ def format_profile(profile: Profile) -> str:
     return "\n".join(lines)
 
 
+@as_text.register
 def format_plan(plan: Plan) -> str:
     """The text of a plan: its peak and time, and the strategy of each group of blocks."""
     time = max(plan.predicted_time / plan.plain_time, 1.0) if plan.plain_time else 1.0
