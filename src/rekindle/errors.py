@@ -1,4 +1,4 @@
-"""What rekindle raises at run time.
+"""The errors that rekindle raises at run time.
 
     RuntimeError
     └── RekindleError          anything that goes wrong while a model trains
@@ -14,7 +14,7 @@ class RekindleError(RuntimeError):
 
 
 class CheckpointError(RekindleError):
-    """A replay did not give back what its forward made; the message says where they part."""
+    """A replay did not return what its forward did; the message says where they differ."""
 
 
 class OffloadError(RekindleError):

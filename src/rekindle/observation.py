@@ -1,7 +1,7 @@
-"""See what happened: exact counts of what regions ran, held, dropped and replayed.
+"""Observation of regions: exact counts of forwards, replays, and activations held and dropped.
 
-Regions report only while somebody observes; otherwise all of this costs one look at an empty list.
-Counts are kept in the process, not in a context variable, because autograd replays regions on
+Regions report only while an observation is open; otherwise all of this costs one look at an empty
+list. Counts are kept in the process, not in a context variable, because autograd replays regions on
 threads of its own.
 """
 
@@ -24,13 +24,13 @@ active: list["Observation"] = []
 
 @dataclass
 class Counts:
-    """What one region, or all of them, did."""
+    """Counts of one region, or of all together."""
 
     forwards: int = 0
     replays: int = 0
     ops_replayed: int = 0
     activations_held: int = 0
-    """Tensors that regions held from forward to backward: their inputs, parameters aside."""
+    """Tensors that regions held from forward to backward: their inputs, without parameters."""
     bytes_held: int = 0
     activations_dropped: int = 0
     """Tensors that autograd would have held and the regions let go."""
@@ -41,30 +41,30 @@ class Counts:
 
 
 _WAITS = 1024
-"""How many waits are noted one by one."""
+"""Number of waits that are kept one by one."""
 
 
 @dataclass
 class Traffic:
-    """What went to one tier, host memory or disk, and came back."""
+    """Copy-outs to one tier, host memory or disk, and copies back."""
 
     tensors_out: int = 0
     bytes_out: int = 0
     tensors_in: int = 0
     bytes_in: int = 0
     tensors_derived: int = 0
-    """Activations that were neither kept nor sent, but made again from others."""
+    """Activations that were neither kept nor copied out, but derived from others."""
     bytes_derived: int = 0
     prefetch_hits: int = 0
-    """Activations that were on their way when backward wanted them, or there."""
+    """Activations that were in flight, or back on the device, when backward asked for them."""
     prefetch_misses: int = 0
     pool_bytes: int = 0
-    """The most memory, or disk, that was set aside."""
+    """Most bytes of the tier that were reserved."""
     _waits: list[Callable[[], float]] = field(default_factory=list, repr=False)
 
     @property
     def seconds_waited(self) -> float:
-        """How long the device waited for copies; asks it for the time, and so waits for it."""
+        """Seconds that the device waited for copies. Reading it waits for the device."""
         self._waits[:] = [functools.partial(float, sum(wait() for wait in self._waits))]
         return self._waits[0]()
 
@@ -82,7 +82,7 @@ class Traffic:
 
 @dataclass(eq=False)
 class Observation:
-    """What was seen; prints as tables.
+    """The counts of all regions that ran while an observation was open; prints as tables.
 
     Counts per region, by name (`seen.regions["Block"]`), and in `total`; what was offloaded to host
     memory in `offload`, what was spilled to disk in `spill`.
@@ -93,7 +93,7 @@ class Observation:
     spill: Traffic = field(default_factory=Traffic)
 
     def traffic(self, tier: str) -> Traffic:
-        """What went to a tier, by the name it has in `rekindle.offload`."""
+        """The traffic of a tier, by the name it has in `rekindle.offload`."""
         return self.offload if tier == "host" else self.spill
 
     @property
@@ -111,8 +111,8 @@ class Observation:
 def format_observation(seen: Observation) -> str:
     """The observation as tables: a row per region and one in total, a row per tier in use."""
     tables = []
-    fates = {"offload": seen.offload, "spill": seen.spill}
-    moved = {fate: traffic for fate, traffic in fates.items() if traffic != Traffic()}
+    tiers = {"offload": seen.offload, "spill": seen.spill}
+    moved = {name: traffic for name, traffic in tiers.items() if traffic != Traffic()}
     if seen.regions or not moved:
         heads = [f.name.replace("_", " ") for f in fields(Counts)]
         rows = [[name, *_cells(counts)] for name, counts in seen.regions.items()]
@@ -121,13 +121,15 @@ def format_observation(seen: Observation) -> str:
         names = [f.name for f in fields(Traffic) if f.name != "_waits"]
         rows = [
             [
-                fate,
+                strategy,
                 *(f"{getattr(traffic, name):,}" for name in names),
                 f"{traffic.seconds_waited:.3f}",
             ]
-            for fate, traffic in moved.items()
+            for strategy, traffic in moved.items()
         ]
-        tables.append([["fate", *(n.replace("_", " ") for n in names), "seconds waited"], *rows])
+        tables.append(
+            [["strategy", *(n.replace("_", " ") for n in names), "seconds waited"], *rows]
+        )
     return "\n\n".join(map(_format_table, tables))
 
 
@@ -149,7 +151,7 @@ def _cells(counts: Counts) -> list[str]:
 
 @contextmanager
 def observe() -> Iterator[Observation]:
-    """Count what the regions that run inside do, forward and backward.
+    """Count the forwards, replays and activations of the regions that run inside.
 
     >>> import torch, rekindle
     >>> def region(x):
@@ -171,7 +173,7 @@ def observe() -> Iterator[Observation]:
 
 
 def region_name(function: Callable[..., Any]) -> str:
-    """What a person calls a region: the module's class, or the function's qualified name."""
+    """The name of a region for people: the module's class, or the function's qualified name."""
     while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", None)
@@ -185,11 +187,11 @@ def region_name(function: Callable[..., Any]) -> str:
 
 
 Footprint: TypeAlias = tuple[StorageWeakRef | None, int]
-"""The storage of an activation, if it has one, and its size."""
+"""The storage of an activation, if it has one, and its bytes."""
 
 
 def footprint_of(tensor: Tensor) -> Footprint | None:
-    """What an activation takes; None for a parameter, which is none."""
+    """The storage and bytes of an activation; None for a parameter, which is no activation."""
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return None
     try:
@@ -218,7 +220,7 @@ class Watch:
         self._count(tensor, "held")
 
     def replayed(self, ops: int, again: bool) -> None:
-        """Some ops of the region ran again; not for the first time in this backward, perhaps."""
+        """Some ops of the region were replayed; `again` if others were before, in this backward."""
         for counts in self._counts:
             counts.replays += not again
             counts.ops_replayed += ops
@@ -227,36 +229,36 @@ class Watch:
         """Autograd saved a tensor in the region's forward, and the region dropped it."""
         self._count(tensor, "dropped")
 
-    def _count(self, tensor: Tensor, fate: str | None) -> None:
+    def _count(self, tensor: Tensor, outcome: str | None) -> None:
         """Count a storage once, whatever views of it are saved; parameters are no activations."""
         footprint = footprint_of(tensor)
         if footprint is not None:
-            self.count(footprint, fate)
+            self.count(footprint, outcome)
 
-    def count(self, footprint: "Footprint", fate: str | None) -> None:
-        """Count what was measured before, unless it was counted."""
+    def count(self, footprint: "Footprint", outcome: str | None) -> None:
+        """Count a footprint as held or dropped, or as neither, unless its storage was counted."""
         storage, size = footprint
         if storage is not None:
             if storage.cdata in self._known:
                 return
             self._known[storage.cdata] = storage
-        for counts in self._counts if fate else ():
-            setattr(counts, f"activations_{fate}", getattr(counts, f"activations_{fate}") + 1)
-            setattr(counts, f"bytes_{fate}", getattr(counts, f"bytes_{fate}") + size)
+        for counts in self._counts if outcome else ():
+            setattr(counts, f"activations_{outcome}", getattr(counts, f"activations_{outcome}") + 1)
+            setattr(counts, f"bytes_{outcome}", getattr(counts, f"bytes_{outcome}") + size)
 
     def replay(self, own_ops: Callable[[], int] = lambda: 0) -> "_OpCounter":
-        """Counts a replay and the ops it runs, less the engine's own."""
+        """A context that counts a replay and the ops it runs, without the engine's own."""
         return _OpCounter(self._counts, own_ops)
 
 
 class OpMode(TorchDispatchMode):
-    """Runs every op as it is, and tells a subclass of it; not of those that an op only traces."""
+    """A dispatch mode that shows each op to its subclass, but not ops that are only traced."""
 
     supports_higher_order_operators = True
 
     @abstractmethod
     def saw(self, op: Any, made: Any) -> None:
-        """An op ran, and made this."""
+        """Called with an op that ran, and its result."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -276,7 +278,7 @@ class OpMode(TorchDispatchMode):
 
 
 class _OpCounter(OpMode):
-    """Counts a replay, and the ops of it that reach the dispatcher."""
+    """Counts a replay, and those of its ops that reach the dispatcher."""
 
     def __init__(self, counts: list[Counts], own_ops: Callable[[], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -92,7 +92,7 @@ def _foreign_modules(names: set[str]) -> list[ModuleType]:
 
 
 def _speaks_of_rekindle(module: ModuleType) -> bool:
-    """Whether a module may have got our objects from us rather than in torch's place."""
+    """True if a module may have got our objects from us rather than in torch's place."""
     try:
         return "rekindle" in inspect.getsource(module)
     except (OSError, TypeError):

@@ -48,7 +48,7 @@ class Forward:
         self._module = ref(module)  # weakly: a model should go without the garbage collector
         self.own = own
         """The forward in the module's `__dict__` before, which hides that of its class."""
-        traced.standing[id(module)] = self
+        traced.managed_forwards[id(module)] = self
         self.is_on = True
         """Turned off by `remove`, also where somebody has wrapped it since."""
         self.run_by(strategy)
@@ -225,7 +225,7 @@ class Snapshot:
             vars(self.module)["forward"] = self.own
         for forward, is_on in self.ours:
             forward.is_on = is_on
-            traced.standing[id(self.module)] = forward
+            traced.managed_forwards[id(self.module)] = forward
 
 
 def snapshot(module: nn.Module) -> Snapshot:

@@ -1,7 +1,7 @@
-"""Where an op stands in the code, for a policy that is asked while a graph is made.
+"""The module, functions and names that an op belongs to, read from the node of a graph.
 
-By then Dynamo has made a flat graph of the region: no module is being called, and no function runs.
-The origin of each op is written on its node.
+A policy is asked while torch traces a flat graph that Dynamo has made of a region: no module is
+being called by then, and no function runs. The origin of each op is written on its node.
 """
 
 import re
@@ -24,7 +24,7 @@ _NAMES, _TENSOR = "rekindle_names", "rekindle_tensor"
 
 
 def module_path() -> str:
-    """The path of the module that made the op: from the outermost module that is called now."""
+    """The path of the op's module from the outermost module that is being called."""
     stack = node_meta().get("nn_module_stack") or {}
     if not stack:
         return ""
@@ -34,23 +34,23 @@ def module_path() -> str:
     return _tidy(_of_source(name) if path is None else path)
 
 
-standing: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
+managed_forwards: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 """The `Forward`s in the place of modules' forwards, by the ids of the modules."""
 
 
 def path_under(policy: Any) -> str | None:
-    """The path of that module from the outermost one around it to which the policy was applied."""
+    """The path of the op's module from the outermost one around it that has the policy."""
     stack = list(node_meta().get("nn_module_stack") or {})
     if not stack:
         return ""
     number = str(stack[-1]).partition("@")[0]
-    around = [each.__self__ for each in list(standing.values()) if each.policy == policy]
+    around = [each.__self__ for each in list(managed_forwards.values()) if each.policy == policy]
     paths = [path for module in around if (path := _path_of(number, module)) is not None]
     return max(paths, key=len, default=None)
 
 
 def _outermost() -> nn.Module | None:
-    """The outermost module that is being called: one that calls what is compiled, or is it."""
+    """The outermost module that is being called: the compiled one, or one that calls it."""
     found: nn.Module | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -67,7 +67,7 @@ def _path_of(number: str, root: nn.Module) -> str | None:
 
 
 def _of_source(name: str) -> str:
-    """A path from how Dynamo came by a module, as in `L['self'].layers.0`."""
+    """The path in the expression by which Dynamo reached a module: `L['self'].layers.0`."""
     rest = _ROOT.sub("", name.replace(".forward._module()", ""))  # by way of what stands there
     return _ITEM.sub(lambda found: "." + (found[1] or found[2] or ""), rest)
 
@@ -77,7 +77,7 @@ def _tidy(path: str) -> str:
 
 
 def runs_one_of(codes: Iterable[CodeType]) -> bool:
-    """Whether the op was traced in one of these functions, or in what they call."""
+    """True if the op was traced in one of these functions, or in a function that they call."""
     trace: str = node_meta().get("stack_trace") or ""
     return any(_is_in(code, trace) for code in codes)
 
@@ -94,13 +94,13 @@ def _is_in(code: CodeType, trace: str) -> bool:
 
 
 def named_call(function: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Call a function in code that is being compiled, so that its ops go by the name."""
+    """Call a function in code that is being compiled, and give its ops the name."""
     with annotated({f"{_NAMES}:{name}": name}):
         return function(*args, **kwargs)
 
 
 def named_tensor(tensor: Tensor, name: str) -> Tensor:
-    """The tensor, in code that is being compiled, by a view that bears the name."""
+    """A view of a tensor, in code that is being compiled, whose op has the name."""
     with annotated({_TENSOR: name}):
         alias: Tensor = torch.ops.aten.alias(tensor)
         return alias
@@ -113,7 +113,7 @@ def names() -> tuple[str, ...]:
 
 
 def tensor_name(op: Any) -> str | None:
-    """The name that the op gives to what it is given, if that is what it is there for."""
+    """The name that the op gives to its input, if it is a view made by `named_tensor`."""
     if op is not torch.ops.aten.alias.default:
         return None
     name: str | None = (node_meta().get("custom") or {}).get(_TENSOR)
