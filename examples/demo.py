@@ -1,19 +1,19 @@
 """Train a small GPT with and without rekindle, and compare: `scripts/demo`.
 
-Both runs start from the same seed and learn the same text with the same dropout, one step of each
-in turn. All that differs is how a block is called: `block(x)` or `rekindle.checkpoint(block, x)`.
+Both runs start from the same seed and learn the same text with the same dropout; their steps take
+turns. The runs differ only in how a block is called: `block(x)` or `rekindle.checkpoint(block, x)`.
 Every gradient of every step is compared bit for bit; a difference is reported, with exit code 1.
 
-Then `rekindle.fit` puts the model into three budgets.
+Then `rekindle.fit` makes the model fit three budgets.
 
-Activations are measured in a step of their own, because looking takes time. `LiveBytes` sees every
-op that runs, forward and backward, and adds up the storages that ops made and that are alive: each
-storage once, however many tensors share it, from the op that makes it to the moment it is freed.
-Parameters, their gradients and the batch exist before and do not count. So the figure is what a
-training step needs on top of the model, in exact bytes and by the same rule for both runs, whoever
-holds a tensor and why. At the end of the plain run's forward it equals, but for the loss itself,
-what saved-tensor hooks see autograd hold. Two things stay outside: scratch memory inside one op,
-and the state of the random number generator (5 KB a region), which torch copies without an op.
+Activation memory is measured in a separate step, because measuring takes time. `LiveBytes` sees
+every op that runs, forward and backward, and adds up the storages that ops made and that are alive:
+each storage once, however many tensors share it, from the op that makes it until it is freed.
+Parameters, their gradients and the batch exist before the step and do not count. So the figure is
+what a training step needs on top of the model, in exact bytes, by the same rule for both runs. At
+the end of the plain run's forward it equals the bytes that saved-tensor hooks see, plus the loss.
+Two things are not counted: workspace inside one op, and the state of the random number generator
+(5 KB a region), which torch copies without an op.
 """
 
 import sys
@@ -103,7 +103,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next character; how its blocks are run is up to the caller."""
+    """A model that predicts the next character; `run_block` calls its blocks."""
 
     def __init__(self, run_block: RunBlock) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class GPT(nn.Module):
 
 
 def new_model(run_block: RunBlock) -> GPT:
-    """The same parameters every time, with gradients of zero to add to."""
+    """Make a model with the same parameters every time, and gradients of zero."""
     torch.manual_seed(0)
     model = GPT(run_block)
     for parameter in model.parameters():
@@ -133,7 +133,7 @@ def new_model(run_block: RunBlock) -> GPT:
 
 
 def draw_batch() -> tuple[Tensor, Tensor]:
-    """Random pieces of the text, and the same pieces one character on."""
+    """Draw random pieces of the text, and the same pieces one character later."""
     starts = torch.randint(len(CODES) - CONTEXT, (BATCH, 1))
     pieces = CODES[starts + torch.arange(CONTEXT + 1)]
     return pieces[:, :-1], pieces[:, 1:]
@@ -141,7 +141,7 @@ def draw_batch() -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Step:
-    """What one training step left; the gradients are the model's own, until its next step."""
+    """Results of one training step; the gradients are valid until the model's next step."""
 
     loss: float
     seconds: float
@@ -149,7 +149,7 @@ class Step:
 
 
 def train(run_block: RunBlock) -> Iterator[Step]:
-    """Train a new model, a step at a time; seeded at each step, so that runs may take turns."""
+    """Train a new model, one step per item; each step is seeded, so that runs can take turns."""
     model = new_model(run_block)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for number in range(STEPS):
@@ -167,9 +167,9 @@ class Memory:
     """Activation bytes of one step."""
 
     held: int
-    """When the forward is done: what waits for the backward."""
+    """Bytes at the end of the forward: what is held for the backward."""
     peak: int
-    """At the worst moment, replays and the backward's own intermediates included."""
+    """The most bytes at any moment, replays and the backward's own intermediates included."""
 
 
 def measure_memory(run_block: RunBlock) -> Memory:
@@ -183,8 +183,8 @@ def measure_memory(run_block: RunBlock) -> Memory:
     return Memory(held, live.peak())
 
 
-def fitted() -> tuple[str, bool]:
-    """The model in three budgets: what was predicted and measured, and whether gradients agree."""
+def fit_budgets() -> tuple[str, bool]:
+    """Fit the model to three budgets; return a table, and whether all gradients agree."""
     batch = draw_batch()
     expected = gradients_of(new_model(plain), batch)
     profile = rekindle.profile(new_model(plain), batch)
@@ -199,8 +199,8 @@ def fitted() -> tuple[str, bool]:
         agree = agree and same
         peaks = [f"{peak / 2**20:.1f} MiB" for peak in (plan.predicted_peak, plan.measured_peak)]
         ratio = f"{plan.predicted_time / plan.plain_time:.2f}x"
-        told = "identical" if same else "other"
-        lines.append(f"{share:>10}{peaks[0]:>12}{peaks[1]:>12}{ratio:>8}{told:>12}")
+        agreement = "identical" if same else "different"
+        lines.append(f"{share:>10}{peaks[0]:>12}{peaks[1]:>12}{ratio:>8}{agreement:>12}")
     lines += ["", "What less memory costs (of the whole step, parameters and gradients too):"]
     points = rekindle.frontier(profile, 6)
     for point in points:
@@ -217,7 +217,7 @@ def gradients_of(model: GPT, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
 
 
 def first_difference(step: Step, other: Step) -> str | None:
-    """The name of a gradient that is not the same in every bit."""
+    """Return the name of the first gradient that differs in a bit; None if all are equal."""
     for name, gradient in step.gradients.items():
         bits, other_bits = (g.view(torch.uint8) for g in (gradient, other.gradients[name]))
         if not torch.equal(bits, other_bits):
@@ -245,7 +245,7 @@ def format_table(
 
 
 def main() -> int:
-    torch.set_num_threads(1)  # such small tensors gain nothing from more, and times vary less
+    torch.set_num_threads(1)  # more threads gain nothing on such small tensors, and times vary
     count = sum(parameter.numel() for parameter in GPT(plain).parameters())
     print(f"A GPT of {LAYERS} layers and {count:,} parameters, dropout {DROPOUT}, {STEPS} steps\n")
     memory = (measure_memory(plain), measure_memory(checkpointed))
@@ -264,7 +264,7 @@ def main() -> int:
     with rekindle.observe() as seen:
         new_model(checkpointed)(*draw_batch()).backward()
     print(f"\nOne step as rekindle.observe() sees it:\n{seen}\n")
-    table, agree = fitted()
+    table, agree = fit_budgets()
     print(f"rekindle.fit(model, batch, budget):\n{table}\n")
     if not agree:
         differences.append("a plan")

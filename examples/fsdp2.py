@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
-Plain PyTorch: `rekindle.apply`, then `fully_shard` for every block and for the model. On a machine
+The calls are `rekindle.apply`, then `fully_shard` for every block and for the model. On a machine
 with accelerators, put "cuda" in the place of "cpu".
 """
 
@@ -18,11 +18,11 @@ import rekindle
 from rekindle import policies
 
 LAYERS, DIM, STEPS = 4, 32, 10
-What = str | policies.Policy
+Strategy = str | policies.Policy
 
 
 class Model(nn.Module):
-    """Learns to give back what it is given."""
+    """A model that learns to return its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,18 +39,18 @@ class Model(nn.Module):
         return x
 
 
-def train(what: What | None) -> tuple[list[Tensor], list[Tensor]]:
-    """The loss of every step, and this process's share of the parameters."""
+def train(strategy: Strategy | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Train a new model; return the loss of every step, and this process's parameter shards."""
     torch.manual_seed(0)
     model = Model()
-    if what is not None:
-        rekindle.apply(model, what)
+    if strategy is not None:
+        rekindle.apply(model, strategy)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    torch.manual_seed(1 + dist.get_rank())  # each process has batches of its own
+    torch.manual_seed(1 + dist.get_rank())  # each process has its own batches
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -65,17 +65,17 @@ def train(what: What | None) -> tuple[list[Tensor], list[Tensor]]:
 def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    runs: dict[str, What] = {
+    runs: dict[str, Strategy] = {
         "recompute": "recompute",
         "a policy": policies.keep_matmuls_and_attention,
     }
     plain = train(None)
     lines = [f"{'plain':<12} loss {plain[0][0]:.4f} -> {plain[0][-1]:.4f}"]
     same = True
-    for name, what in runs.items():
+    for name, strategy in runs.items():
         with rekindle.observe() as seen:
-            losses, shares = train(what)
-        pairs = zip([*plain[0], *plain[1]], [*losses, *shares], strict=True)
+            losses, shards = train(strategy)
+        pairs = zip([*plain[0], *plain[1]], [*losses, *shards], strict=True)
         same &= all(torch.equal(a, b) for a, b in pairs)
         lines.append(
             f"{name:<12} loss {losses[0]:.4f} -> {losses[-1]:.4f}, "

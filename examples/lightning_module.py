@@ -2,7 +2,7 @@
 
     python examples/lightning_module.py
 
-All that differs between the runs is a callback. Needs lightning.
+The runs differ only in a callback. Needs lightning.
 """
 
 import logging
@@ -23,7 +23,7 @@ LAYERS, DIM, STEPS = 4, 32, 20
 
 
 class Denoiser(pl.LightningModule):
-    """Learns to tell a wave from the noise on it."""
+    """A module that learns to remove noise from a wave."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Denoiser(pl.LightningModule):
 
 
 def waves() -> Tensor:
-    """Sine waves of all phases, as sequences of vectors."""
+    """Make sine waves of many phases, as sequences of vectors."""
     phases = torch.linspace(0, 6, 8 * STEPS)[:, None]
     return torch.sin(phases + torch.arange(16 * DIM) / 8).reshape(-1, 16, DIM)
 
@@ -75,9 +75,9 @@ def main() -> int:
     runs = {"recompute": "recompute", "a policy": policies.keep_matmuls_and_attention}
     print(f"{'plain':<12} loss {plain.losses[0]:.4f} -> {plain.losses[-1]:.4f}")
     same = True
-    for name, what in runs.items():
+    for name, strategy in runs.items():
         with rekindle.observe() as seen:
-            module = fit([Callback(what)])
+            module = fit([Callback(strategy)])
         pairs = zip(
             [*plain.losses, *plain.parameters()],
             [*module.losses, *module.parameters()],

@@ -2,8 +2,8 @@
 
     python examples/transformers_trainer.py
 
-A tiny Llama with random weights stands in for yours, so that nothing has to be fetched. All that
-differs between the runs is a callback. Needs transformers and accelerate.
+The model is a tiny Llama with random weights, so that nothing has to be downloaded. The runs differ
+only in a callback. Needs transformers and accelerate.
 """
 
 import sys
@@ -36,13 +36,13 @@ def new_model() -> nn.Module:
 
 
 def rows() -> list[dict[str, torch.Tensor]]:
-    """Sequences that count up, each from a number of its own."""
+    """Make sequences that count up, each from another number."""
     sequences = [(torch.arange(32) + start) % 128 for start in range(64)]
     return [{"input_ids": sequence, "labels": sequence} for sequence in sequences]
 
 
 def train(callbacks: list[Any]) -> tuple[list[float], nn.Module]:
-    """The loss of every step, and the model."""
+    """Train a new model; return the loss of every step, and the model."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             output_dir=folder,
@@ -70,9 +70,9 @@ def main() -> int:
     runs = {"recompute": "recompute", "a policy": policies.keep_matmuls_and_attention}
     print(f"{'plain':<12} loss {plain_losses[0]:.4f} -> {plain_losses[-1]:.4f}")
     same = True
-    for name, what in runs.items():
+    for name, strategy in runs.items():
         with rekindle.observe() as seen:
-            losses, model = train([Callback(what)])
+            losses, model = train([Callback(strategy)])
         pairs = zip(plain.parameters(), model.parameters(), strict=True)
         same &= losses == plain_losses and all(torch.equal(a, b) for a, b in pairs)
         total = seen.total
