@@ -1,6 +1,7 @@
-"""What stands on a module beside its fate: who put it there, and the hooks that go with it.
+"""Attachments: objects such as a plan's runtime that belong to a module, with their hooks.
 
-It sits in the module's own `__dict__`, so that a copy or a pickle of the module has one of its own.
+An attachment is in the module's own `__dict__`, so that a copy or a pickle of the module has its
+own.
 """
 
 from collections.abc import Callable
@@ -16,86 +17,87 @@ from rekindle.torch_private.module_calls import forward_hooks
 _NAME = "_rekindle_attached"
 
 
-class Attachable(Protocol):
-    """Who stands on modules."""
+class Attachment(Protocol):
+    """An object that can be attached to modules."""
 
     is_on: bool
-    """Turned off while a model is measured."""
+    """False while a model is measured: its hooks then do nothing."""
 
-    def tell(self, error: torch.OutOfMemoryError) -> None:
-        """Add to an error what it knows."""
+    def annotate_oom(self, error: torch.OutOfMemoryError) -> None:
+        """Add a note to an error for lack of memory that one of the modules ran into."""
 
 
 @dataclass(eq=False)
 class _Attached:
-    who: Attachable
+    attachment: Attachment
     handles: list[RemovableHandle]
+    """The hooks that are removed with it."""
 
 
-def attach(module: nn.Module, who: Attachable, *handles: RemovableHandle) -> None:
-    """Let somebody stand on a module, with hooks of theirs; whoever stood there is taken off."""
+def attach(module: nn.Module, attachment: Attachment, *handles: RemovableHandle) -> None:
+    """Attach an object to a module, with hooks of its own, in the place of another one."""
     detach(module)
-    vars(module)[_NAME] = _Attached(who, list(handles))
+    vars(module)[_NAME] = _Attached(attachment, list(handles))
 
 
-def attached(module: nn.Module) -> Attachable | None:
-    """Who stands on a module."""
+def attached(module: nn.Module) -> Attachment | None:
+    """The object that is attached to a module; None if there is none."""
     found = vars(module).get(_NAME)
-    return None if found is None else found.who
+    return None if found is None else found.attachment
 
 
 def detach(module: nn.Module) -> None:
-    """Take off whoever stands on a module, and the hooks."""
+    """Remove the object that is attached to a module, and its hooks."""
     found = vars(module).pop(_NAME, None)
     if found is not None:
         for handle in found.handles:
             handle.remove()
 
 
-Aside = dict[nn.Module, _Attached]
+Suspended = dict[nn.Module, _Attached]
 
 
-def set_aside(model: nn.Module) -> Aside:
-    """Turn off whoever stands on the modules of a model; hooks stay in their places."""
+def suspend(model: nn.Module) -> Suspended:
+    """Turn off all that is attached to the modules of a model; hooks stay in their places."""
     found = {m: vars(m).pop(_NAME) for m in model.modules() if _NAME in vars(m)}
     for each in found.values():
-        each.who.is_on = False
+        each.attachment.is_on = False
     return found
 
 
-def put_back(aside: Aside) -> None:
-    """Undo `set_aside`."""
-    for module, each in aside.items():
+def resume(suspended: Suspended) -> None:
+    """Undo `suspend`."""
+    for module, each in suspended.items():
         vars(module)[_NAME] = each
-        each.who.is_on = True
+        each.attachment.is_on = True
+
+
+def discard(suspended: Suspended) -> None:
+    """Remove the hooks of suspended attachments, which are not resumed."""
+    for each in suspended.values():
+        for handle in each.handles:
+            handle.remove()
 
 
 Hooks = list[tuple[dict[int, Any], frozenset[int]]]
 
 
-def hooks_on(model: nn.Module) -> Hooks:
+def snapshot_hooks(model: nn.Module) -> Hooks:
     """The forward hooks on a model's modules now."""
     found = [hooks for module in model.modules() for hooks in forward_hooks(module)]
     return [(hooks, frozenset(hooks)) for hooks in found]
 
 
-def take_off_new(hooks: Hooks) -> None:
-    """Take off the hooks that were put on a model since `hooks_on`."""
+def remove_new_hooks(hooks: Hooks) -> None:
+    """Remove the hooks that were put on a model since `snapshot_hooks`."""
     for now, before in hooks:
         for key in now.keys() - before:
             del now[key]
 
 
-def discard(aside: Aside) -> None:
-    """Take off for good whoever was set aside, and the hooks."""
-    for each in aside.values():
-        for handle in each.handles:
-            handle.remove()
-
-
 def annotate_oom(error: torch.OutOfMemoryError, function: Callable[..., Any]) -> None:
-    """Add to an error in a region what is known of its module's plan."""
+    """Add a note to an error for lack of memory in a region, if its module has an attachment."""
     module = getattr(function, "__self__", function)
-    who = attached(module) if isinstance(module, nn.Module) else None
-    if who is not None:
-        who.tell(error)
+    attachment = attached(module) if isinstance(module, nn.Module) else None
+    if attachment is not None:
+        attachment.annotate_oom(error)

@@ -14,7 +14,7 @@ TierName: TypeAlias = Literal["host", "disk"]
 WORD_OF_TIER: dict[TierName, str] = {"host": "offload", "disk": "spill"}
 """The word for copying activations to a tier, as users write it and as plans are printed."""
 OnFull: TypeAlias = Literal["keep", "raise"]
-"""What happens to an activation that the tier has no room for: it stays, or an error is raised."""
+"""An activation that the tier has no room for stays on the device, or raises an error."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class SavedIndices(Strategy):
     """Indices of saved tensors that are copied to `tier`."""
     tier: TierName = "host"
     count: int = 0
-    """How many tensors autograd saves in the region; 0 if that is not known."""
+    """Number of tensors that autograd saves in the region; 0 if that is not known."""
 
     def __post_init__(self) -> None:
         _sort(self, "recomputed", "offloaded")
@@ -134,16 +134,16 @@ class Tile(Strategy):
 
 @dataclass(frozen=True, order=True)
 class OpAddress:
-    """Where in a block an op is."""
+    """The place of an op in its block."""
 
     module: str
     """The path of the innermost module that runs it, from the block; empty for the block itself."""
     op: str
     """The op's name with its overload, such as `aten::addmm`."""
     index: int
-    """How many ops of this name ran before it in the block."""
+    """Number of ops of this name that ran before it in the block."""
     count: int
-    """How many ops of this name run in one forward of the block."""
+    """Number of ops of this name in one forward of the block."""
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -160,7 +160,7 @@ class PlannedOps:
     kept: tuple[OpAddress, ...] = ()
     offloaded: tuple[OpAddress, ...] = ()
     tier: TierName = "host"
-    """Where the results of `offloaded` are copied to."""
+    """The place that the results of `offloaded` are copied to."""
 
     def __post_init__(self) -> None:
         _sort(self, "kept", "offloaded")

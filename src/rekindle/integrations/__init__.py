@@ -2,19 +2,17 @@
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
 import rekindle
+from rekindle.modules.strategy_spelling import Spelling
 
-Fate = str | rekindle.policies.Policy | rekindle.Offload
-"""What `rekindle.apply` gives a module: a fate by its name, a policy, `rekindle.offload(...)`."""
-
-What = Fate | Mapping[str, Fate] | rekindle.Plan
-"""One of these for every block of a model, or by patterns of module paths; or a plan."""
+Strategies: TypeAlias = Spelling | Mapping[str, Spelling] | rekindle.Plan
+"""The argument of `rekindle.apply`: a strategy for every block, some by module path, or a plan."""
 
 
 def library(name: str) -> Any:
-    """A library that rekindle does not depend on.
+    """Import a library that rekindle does not depend on.
 
     >>> library("an_absent_library")
     Traceback (most recent call last):

@@ -3,12 +3,12 @@
 from torch import nn
 
 import rekindle
-from rekindle.integrations import What, library, models
+from rekindle.integrations import Strategies, library, models
 
 accelerate = library("accelerate.utils")
 
 
-def apply(model: nn.Module, what: What = "recompute") -> rekindle.Applied:
+def apply(model: nn.Module, what: Strategies = "recompute") -> rekindle.Applied:
     """As `rekindle.apply`, before `accelerator.prepare` or after it, with the same module paths.
 
     >>> import accelerate
@@ -27,6 +27,6 @@ def remove(model: nn.Module) -> None:
 
 
 def _inside(model: nn.Module) -> nn.Module:
-    """The model without what makes it parallel or compiles it; its mixed precision stays."""
+    """Unwrap a model from parallel and compiled wrappers; its mixed precision stays."""
     inside: nn.Module = accelerate.extract_model_from_parallel(model, keep_torch_compile=False)
     return inside

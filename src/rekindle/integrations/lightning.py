@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rekindle
-from rekindle.integrations import What, library, models
+from rekindle.integrations import Strategies, library, models
 from rekindle.module_attachment import annotate_oom
 from rekindle.planner.input_shapes import Shapes, count_elements, format_shapes, input_shapes
 from rekindle.sizes import format_bytes
@@ -22,7 +22,7 @@ _log = logging.getLogger("rekindle")
 
 
 class Callback(_Callback):  # type: ignore[misc]
-    """Gives a module's activations their fates while a `Trainer` fits it.
+    """Has a module run by strategies while a `Trainer` fits it.
 
     >>> callbacks = [Callback({"layers.*.mlp": "offload"})]  # Trainer(callbacks=callbacks)
     >>> callbacks = [Callback(budget="24GiB")]  # or: whatever fits, at the least cost
@@ -33,11 +33,11 @@ class Callback(_Callback):  # type: ignore[misc]
             `training_step` as the step; a larger one later on is planned for again.
     """
 
-    def __init__(self, what: What = "recompute", *, budget: int | str | None = None) -> None:
+    def __init__(self, what: Strategies = "recompute", *, budget: int | str | None = None) -> None:
         self.what = what
         self.budget = budget
         self.plan: rekindle.Plan | None = None
-        """What was chosen for the budget, last."""
+        """The last plan that was chosen for the budget."""
         self._planned: Shapes | None = None
         """The shapes of the batch that was planned for."""
 
@@ -103,16 +103,16 @@ class Callback(_Callback):  # type: ignore[misc]
 
 
 def _check_step(module: Any) -> None:
-    """Refuse a step that cannot be run to see what it takes."""
+    """Refuse a training step that cannot be run to measure it."""
     if not module.automatic_optimization:
         raise ValueError(
             f"{type(module).__name__} optimizes by itself (automatic_optimization is off): its "
-            "training_step cannot be run to see what it takes. Call rekindle.fit, or give fates"
+            "training_step cannot be measured. Call rekindle.fit, or give strategies"
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise ValueError(
             f"training_step of {type(module).__name__} takes batches by itself (dataloader_iter): "
-            "it cannot be run to see what it takes. Call rekindle.fit, or give fates"
+            "it cannot be measured. Call rekindle.fit, or give strategies"
         )
 
 
@@ -128,7 +128,7 @@ _LOGS = ("log", "log_dict")
 
 @contextmanager
 def _unlogged(module: nn.Module) -> Iterator[None]:
-    """What a step logs inside goes nowhere."""
+    """Have what a step logs ignored."""
     own = {name: vars(module)[name] for name in _LOGS if name in vars(module)}
     vars(module).update(dict.fromkeys(_LOGS, _ignored))
     try:

@@ -6,21 +6,22 @@ from types import ModuleType
 from torch import nn
 
 import rekindle
-from rekindle.integrations import What
+from rekindle.integrations import Strategies
 
 
-def apply(model: nn.Module, what: What) -> rekindle.Applied:
-    """As `rekindle.apply`; where it is a model of transformers, or has one inside, as for these."""
-    applied: rekindle.Applied = _its(model).apply(model, what)
+def apply(model: nn.Module, what: Strategies) -> rekindle.Applied:
+    """As `rekindle.apply`; if a model of transformers is in it, as `integrations.transformers`."""
+    applied: rekindle.Applied = _library_for(model).apply(model, what)
     return applied
 
 
 def remove(model: nn.Module) -> None:
     """Undo `apply`."""
-    _its(model).remove(model)
+    _library_for(model).remove(model)
 
 
-def _its(model: nn.Module) -> ModuleType:
+def _library_for(model: nn.Module) -> ModuleType:
+    """The module whose `apply` and `remove` are for a model: `rekindle`, or an integration."""
     transformers = sys.modules.get("transformers")  # a model of it cannot be there before it is
     if transformers is not None and isinstance(model, nn.Module):
         kind = transformers.PreTrainedModel

@@ -3,12 +3,12 @@
 from torch import nn
 
 import rekindle
-from rekindle.integrations import What, library, models
+from rekindle.integrations import Strategies, library, models
 
 peft = library("peft")
 
 
-def apply(model: nn.Module, what: What = "recompute") -> rekindle.Applied:
+def apply(model: nn.Module, what: Strategies = "recompute") -> rekindle.Applied:
     """As `rekindle.apply`, to the model that has adapters, with the module paths it has by itself.
 
     >>> layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)])
@@ -34,7 +34,7 @@ def _base(model: nn.Module) -> nn.Module:
 
 
 def _refuse_prefixes(model: nn.Module) -> None:
-    """What they train comes in a cache, to which a replay would write a second time."""
+    """Refuse adapters that train a cache of keys and values: a replay would write to it again."""
     kinds = {peft.PeftType.PREFIX_TUNING, getattr(peft.PeftType, "CARTRIDGE", None)}
     for name, config in getattr(model, "peft_config", {}).items():
         if config.peft_type in kinds:

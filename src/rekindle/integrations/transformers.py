@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rekindle
-from rekindle.integrations import What, library
+from rekindle.integrations import Strategies, library
 from rekindle.modules.caches import forbid_cache
 from rekindle.planner.placement import compute_device
 
@@ -22,7 +22,7 @@ _TrainerCallback: Any = transformers.TrainerCallback
 _CACHE_OFF = "_rekindle_cache_off"
 
 
-def apply(model: nn.Module, what: What = "recompute") -> rekindle.Applied:
+def apply(model: nn.Module, what: Strategies = "recompute") -> rekindle.Applied:
     """As `rekindle.apply`, by what a model declares, and without a cache of keys while it trains.
 
     The blocks are the layers that `gradient_checkpointing_enable()` would checkpoint, else those
@@ -54,7 +54,7 @@ def remove(model: nn.Module) -> None:
 
 
 class Callback(_TrainerCallback):  # type: ignore[misc]
-    """Gives a model's activations their fates while a `Trainer` trains it.
+    """Has a model run by strategies while a `Trainer` trains it.
 
     >>> from rekindle import policies
     >>> callbacks = [Callback(policies.keep_matmuls_and_attention)]  # Trainer(callbacks=callbacks)
@@ -69,7 +69,7 @@ class Callback(_TrainerCallback):  # type: ignore[misc]
 
     def __init__(
         self,
-        what: What = "recompute",
+        what: Strategies = "recompute",
         *,
         budget: int | str | None = None,
         loss: Callable[..., Any] | None = None,
@@ -80,7 +80,7 @@ class Callback(_TrainerCallback):  # type: ignore[misc]
         self.budget = budget
         self.loss = loss
         self.plan: rekindle.Plan | None = None
-        """What was chosen for the budget; after training, what it was chosen to be last."""
+        """The plan that was chosen for the budget; after training, the last one."""
 
     def on_train_begin(
         self,

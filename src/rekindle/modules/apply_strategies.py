@@ -6,7 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from rekindle.module_attachment import detach, discard, hooks_on, put_back, set_aside, take_off_new
+from rekindle.module_attachment import (
+    detach,
+    discard,
+    remove_new_hooks,
+    resume,
+    snapshot_hooks,
+    suspend,
+)
 from rekindle.modules import patterns
 from rekindle.modules.applied import Applied, Entry
 from rekindle.modules.blocks import blocks_of
@@ -14,7 +21,7 @@ from rekindle.modules.forward import forward_of, put, snapshot, take_away
 from rekindle.modules.nested_strategies import strategies_to_run
 from rekindle.modules.strategy_spelling import Spelling, strategy_of
 from rekindle.modules.wrappers import ActivationWrapper
-from rekindle.regions.selective.offload_bridge import trim_fates
+from rekindle.regions.selective.offload_bridge import trim_offloaders
 from rekindle.strategy import Strategy
 
 
@@ -56,8 +63,8 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
     """Take away the strategies of a model; if the body raises, they are put back."""
     modules = list(model.modules())
     forwards = [snapshot(module) for module in modules]
-    hooks = hooks_on(model)
-    aside = set_aside(model)
+    hooks = snapshot_hooks(model)
+    suspended = suspend(model)
     try:
         for module in modules:
             take_away(module)
@@ -66,10 +73,10 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
         for module, was in zip(modules, forwards, strict=True):
             detach(module)
             was.put_back()
-        take_off_new(hooks)
-        put_back(aside)
+        remove_new_hooks(hooks)
+        resume(suspended)
         raise
-    discard(aside)
+    discard(suspended)
 
 
 def remove_strategies(model: nn.Module) -> None:
@@ -79,7 +86,7 @@ def remove_strategies(model: nn.Module) -> None:
     for forward in forwards:
         if forward is not None:
             forward.trim()
-    trim_fates()
+    trim_offloaders()
 
 
 def undo(model: nn.Module) -> None:

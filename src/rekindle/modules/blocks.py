@@ -23,7 +23,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def unwrapped_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a model by their paths without wrappers: the same with wrappers and without.
+    """The blocks of a model by their paths without wrappers: wrapping a model changes none.
 
     >>> blocks = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
     >>> list(unwrapped_blocks(nn.DataParallel(nn.Sequential(*blocks))))
@@ -62,7 +62,7 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def _is_a_block(module: nn.Module) -> bool:
-    """Whether it is called, has parts, and learns: a lone linear layer is no block."""
+    """True if a module is called, has parts, and learns: a lone linear layer is no block."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     has_parts = any(True for _ in module.children())

@@ -1,8 +1,8 @@
-"""Models that keep a cache of keys and values, as those of transformers do, run without it.
+"""Runs models without the cache of keys and values that those of transformers keep.
 
 In training nothing reads the cache, and it would hold the keys and values of every layer until
 backward. Where it is on all the same, replays are right: Note [Objects among the arguments] in
-replay/objects.py.
+regions/recompute/object_state.py.
 """
 
 import inspect
@@ -49,7 +49,7 @@ def _without_cache(
 
 @contextmanager
 def no_caches(model: nn.Module) -> Iterator[None]:
-    """No module of a model keeps a cache inside."""
+    """Context in which no module of a model keeps a cache."""
     with ExitStack() as stack:
         for module in model.modules():
             handle = forbid_cache(module, always=True)

@@ -87,7 +87,7 @@ class Forward:
 
     @property
     def __func__(self) -> Any:
-        """What somebody wraps and binds anew, as accelerate does: with what stands here."""
+        """A function to be wrapped and bound anew, as accelerate does; it runs this forward."""
 
         @functools.wraps(self)
         def forward(_module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import nn
 
-_What = TypeVar("_What")
+_Value = TypeVar("_Value")
 _INNER = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
@@ -52,12 +52,12 @@ def class_name(module: nn.Module) -> str:
 
 
 def _is_added(base: type) -> bool:
-    """Whether a base class is one that `fully_shard` or `replicate` put before a module's own."""
+    """Returns whether `fully_shard` or `replicate` put this base class before a module's own."""
     return base.__module__.startswith("torch.distributed.") and not issubclass(base, nn.Module)
 
 
 def places(model: nn.Module) -> dict[str, str]:
-    """Where the modules of a model are: by the path without wrappers, the path with them.
+    """The path of each module of a model, by its path without wrappers.
 
     >>> places(nn.DataParallel(nn.Sequential(nn.ReLU())))
     {'': 'module', '0': 'module.0'}
@@ -79,7 +79,7 @@ def places(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def in_places(model: nn.Module, fates: Mapping[str, _What]) -> dict[str, _What]:
-    """Fates by paths without wrappers, as `apply` takes them: by the paths that a model has."""
+def in_places(model: nn.Module, values: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Values by paths without wrappers, such as strategies, by the paths that a model has."""
     where = places(model)
-    return {where[path]: what for path, what in fates.items()}
+    return {where[path]: value for path, value in values.items()}

@@ -1,4 +1,4 @@
-"""Modules that stand around another one, and recompute or offload its activations.
+"""Modules that wrap another one, and recompute or offload its activations.
 
 Note [Torch's wrappers and ours]: each is an instance of the other's class, by the way of abstract
 base classes. FSDP asks whether a module is a wrapper before it looks inside, and so do libraries;
@@ -20,7 +20,7 @@ from rekindle.torch_private.torch_wrappers import torch_wrappers as torchs
 
 WRAPPED = "_checkpoint_wrapped_module"
 PREFIX = f"{WRAPPED}."
-"""What a wrapper adds to the names of what it wraps."""
+"""The prefix that a wrapper adds to the names in the module it wraps."""
 
 CheckpointImpl = torchs.CheckpointImpl
 """torch's own: members are compared by identity."""

@@ -9,8 +9,8 @@ from rekindle.modules.wrappers import checkpoint_wrapper
 from rekindle.torch_private.fsdp import chosen_by_wrap_policy
 
 _Asks = Callable[[nn.Module, bool, int], bool]
-"""Whether to look inside a module (`True`), or to wrap it (`False`), of which so many elements of
-parameters are not wrapped yet."""
+"""Asked with `True` whether to look inside a module, with `False` whether to wrap it. The number
+counts the elements of its parameters that are not wrapped yet."""
 
 
 def apply_activation_checkpointing(
@@ -86,7 +86,7 @@ class _Pass:
         return sum(covered for _, covered in made.values())
 
     def _instead_of(self, module: nn.Module) -> tuple[nn.Module, int]:
-        """What stands in a module's place, and how many elements of it are wrapped."""
+        """The module or its wrapper, and how many elements of its parameters are wrapped."""
         if module not in self._done:
             self._done[module] = module, 0  # for a module that contains itself
             numel = sum(parameter.numel() for parameter in module.parameters())
@@ -98,7 +98,7 @@ class _Pass:
 
 
 def _refuse_wrapped(model: nn.Module, wrapper: Any) -> None:
-    """A class of wrappers, unlike a function, tells whether a module has one already."""
+    """Refuse a model that has a wrapper of this class already; a function does not tell a class."""
     if not isinstance(wrapper, type):
         return
     for name, module in model.named_modules():

@@ -156,9 +156,9 @@ class PlanRuntime:
             return
         error = sys.exc_info()[1]
         if isinstance(error, torch.OutOfMemoryError):
-            self.tell(error)
+            self.annotate_oom(error)
 
-    def tell(self, error: torch.OutOfMemoryError) -> None:
+    def annotate_oom(self, error: torch.OutOfMemoryError) -> None:
         """Add a note on the plan to an error."""
         annotate_oom(error, self.plan, self._device, self._larger)
 
@@ -170,9 +170,9 @@ class _RuntimeOnPart:
     runtime: PlanRuntime
     is_on: bool = True
 
-    def tell(self, error: torch.OutOfMemoryError) -> None:
+    def annotate_oom(self, error: torch.OutOfMemoryError) -> None:
         """Add a note on the plan to an error."""
-        self.runtime.tell(error)
+        self.runtime.annotate_oom(error)
 
 
 def _finish_copy_outs_before_backward(_block: nn.Module, _args: Any, out: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.module_attachment import put_back, set_aside
+from rekindle.module_attachment import resume, suspend
 from rekindle.modules.apply_strategies import undo
 from rekindle.modules.caches import no_caches
 from rekindle.modules.forward import Forward, forward_of
@@ -44,7 +44,7 @@ def preserve_model_state(
     before it is freed; gradients that are not freed are for the caller to read.
     """
     with planning_lock(model), ExitStack() as stack:
-        stack.callback(put_back, set_aside(model))
+        stack.callback(resume, suspend(model))
         stack.callback(_restore_forwards, {m: forward_of(m) for m in model.modules()})
         stack.callback(undo, model)
         stack.enter_context(_restore_buffers(model))

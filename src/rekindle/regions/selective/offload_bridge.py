@@ -46,7 +46,7 @@ def copy_out(decision: Decision, x: Tensor) -> OffloadedTensor | KeptTensor:
     return saved
 
 
-def trim_fates() -> None:
+def trim_offloaders() -> None:
     """Give back what policies and plans have set aside and no activation uses."""
     current_owner().trim()
 
