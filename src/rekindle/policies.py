@@ -14,15 +14,15 @@ from typing import Any
 
 import rekindle.regions.selective.policy_json  # noqa: F401  (so that strategies are saved with policies)
 from rekindle.regions.selective.decisions import Decision, decision_named
-from rekindle.regions.selective.op_names import Op, op_of
+from rekindle.regions.selective.op_names import OpSpec, op_of
 from rekindle.regions.selective.op_sets import ATTENTION, MATMULS, REDUCTIONS, ROUTING
 from rekindle.regions.selective.policy_kinds import (
-    At,
-    Cheap,
-    Counted,
-    Inputs,
-    Named,
-    Ops,
+    CheapOpsPolicy,
+    CountedPolicy,
+    KeepInputsPolicy,
+    NamedPolicy,
+    OpsPolicy,
+    PathPolicy,
     Policy,
     made_before,
     of,
@@ -54,7 +54,7 @@ __all__ = [
 
 @made_before
 def keep(*ops: Any) -> Policy:
-    """Keep what these ops make; what every op makes, with none given.
+    """Keep the results of these ops; of every op, with none given.
 
     An op is `torch.ops.aten.mm`, which stands for all its overloads, `torch.ops.aten.mm.default`,
     its name (`"aten::mm"`), a higher-order operator, or an `autograd.Function`, which stands for
@@ -69,28 +69,28 @@ def keep(*ops: Any) -> Policy:
 
 @made_before
 def recompute(*ops: Any) -> Policy:
-    """Recompute what these ops make; what every op makes, with none given."""
+    """Recompute the results of these ops; of every op, with none given."""
     return _some(Decision.RECOMPUTE, ops)
 
 
 @made_before
 def offload(*ops: Any) -> Policy:
-    """Send what these ops make to host memory; what is there already stays."""
+    """Copy the results of these ops to host memory; results that are there already stay."""
     return _some(Decision.OFFLOAD, ops)
 
 
 @made_before
 def spill(*ops: Any) -> Policy:
-    """Send what these ops make to disk."""
+    """Copy the results of these ops to disk."""
     return _some(Decision.SPILL, ops)
 
 
 def _some(decision: Decision, ops: tuple[Any, ...]) -> Policy:
-    return Ops(decision, _ops(ops) if ops else None)
+    return OpsPolicy(decision, _ops(ops) if ops else None)
 
 
-def _ops(ops: tuple[Any, ...]) -> frozenset[Op]:
-    found: list[Op] = []
+def _ops(ops: tuple[Any, ...]) -> frozenset[OpSpec]:
+    found: list[OpSpec] = []
     for op in ops:
         many = isinstance(op, list | tuple | set | frozenset)
         found += map(op_of, op) if many else [op_of(op)]
@@ -99,7 +99,7 @@ def _ops(ops: tuple[Any, ...]) -> frozenset[Op]:
 
 @made_before
 def keep_inputs(*ops: Any) -> Policy:
-    """Keep what these ops are given, where that takes no more memory than what it is made from.
+    """Keep the arguments of these ops, where they take no more memory than their sources.
 
     Queries and keys with rotary positions are as large as the products they come from: kept in
     their place, they need not be rotated again.
@@ -107,7 +107,7 @@ def keep_inputs(*ops: Any) -> Policy:
     >>> keep_inputs("aten::_scaled_dot_product_flash_attention")
     keep_inputs('aten::_scaled_dot_product_flash_attention')
     """
-    return Inputs(_ops(ops))
+    return KeepInputsPolicy(_ops(ops))
 
 
 @made_before
@@ -122,11 +122,11 @@ def at(pattern: str, policy: "Policy | str") -> Policy:
     """
     if not isinstance(pattern, str) or not pattern or "" in pattern.split("."):
         raise ValueError(f'A pattern is like "layers.*.mlp", but got {pattern!r}')
-    return At(pattern, _policy(policy))
+    return PathPolicy(pattern, _policy(policy))
 
 
 def _policy(policy: Any) -> Policy:
-    return Ops(decision_named(policy), None) if isinstance(policy, str) else of(policy)
+    return OpsPolicy(decision_named(policy), None) if isinstance(policy, str) else of(policy)
 
 
 @made_before
@@ -138,23 +138,23 @@ def named(*names: str, fate: str = "keep") -> Policy:
     """
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"named() takes the names of tensors, but got {names!r}")
-    return Named(decision_named(fate), names)
+    return NamedPolicy(decision_named(fate), names)
 
 
 @made_before
 def first(n: int, policy: Policy) -> Policy:
-    """A policy, for the first `n` ops of a region that it speaks of."""
-    return Counted(None, _count(n), of(policy))
+    """A policy for the first `n` ops of a region that it has an opinion on."""
+    return CountedPolicy(None, _count(n), of(policy))
 
 
 @made_before
 def every(n: int, policy: Policy) -> Policy:
-    """A policy, for every `n`-th op of a region that it speaks of, beginning with the first.
+    """A policy for every `n`-th op of a region that it has an opinion on, from the first on.
 
     >>> every(2, keep("aten::mm"))
     every(2, keep('aten::mm'))
     """
-    return Counted(_count(n), None, of(policy))
+    return CountedPolicy(_count(n), None, of(policy))
 
 
 def _count(n: Any) -> int:
@@ -165,12 +165,12 @@ def _count(n: Any) -> int:
 
 _SMALL = ROUTING | REDUCTIONS
 keep_routing = keep(ROUTING)
-"""Keep what decides the routes of a mixture of experts; a part of the policies below."""
+"""Keep the results that route tokens in a mixture of experts; part of the policies below."""
 keep_matmuls = keep(MATMULS | _SMALL)
-"""Keep what matrix products and convolutions make; recompute the cheap ops between them."""
+"""Keep the results of matrix products and convolutions; recompute the cheap ops between."""
 keep_attention = keep(ATTENTION | _SMALL)
-"""Keep what fused attention makes."""
+"""Keep the results of fused attention."""
 keep_matmuls_and_attention = keep(MATMULS | ATTENTION | _SMALL) | keep_inputs(ATTENTION)
-"""Keep whatever takes compute; recompute only what memory bandwidth bounds."""
-recompute_cheap = Cheap()
-"""Keep all that any op makes, but for pointwise ops, casts, norms, reductions and the like."""
+"""Keep every result that takes compute; recompute only what memory bandwidth bounds."""
+recompute_cheap = CheapOpsPolicy()
+"""Keep every result but those of pointwise ops, casts, norms, reductions and the like."""

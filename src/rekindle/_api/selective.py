@@ -1,4 +1,4 @@
-"""The front door of selective checkpointing: contexts for a policy, and names for policies."""
+"""Public functions of selective checkpointing: contexts of a policy, and names for tensors."""
 
 from typing import Any, TypeVar
 

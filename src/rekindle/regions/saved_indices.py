@@ -47,7 +47,7 @@ class SavedIndicesEngine:
         self.recomputed = frozenset(strategy.recomputed)
         self.offloaded = frozenset(strategy.offloaded)
         self.bits_match: dict[int, bool] = {}
-        """Whether a recomputed tensor had the bits that it had in forward, by index: seen once."""
+        """By index: True if a recomputed tensor had the bits of the forward, which is seen once."""
         self.warned_of_count = False
 
     def around(self, function: Callable[..., Any]) -> AbstractContextManager[Any]:

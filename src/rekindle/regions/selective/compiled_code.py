@@ -39,11 +39,11 @@ from rekindle.torch_private.storages import storage_key
 from rekindle.torch_private.tensor_identity import shape_of
 
 _DEEP = 16
-"""How far up to look: dispatch modes, and torch's Python, may be between an op and who runs it."""
+"""Number of frames to look up: dispatch modes and torch's Python may be between op and caller."""
 
 
 def called_by_generated_code() -> bool:
-    """Whether the op that the calling dispatch mode sees is run by code that inductor wrote."""
+    """Returns whether code that inductor wrote runs the op that the calling dispatch mode sees."""
     if not inductor_has_written():
         return False
     frame: FrameType | None = frame_at(2)
@@ -58,11 +58,11 @@ def called_by_generated_code() -> bool:
 
 
 _runs_compiled_code: dict[int, tuple[ref[Any], bool]] = {}
-"""Whether regions of a function, or of modules of a class, ran compiled code: by its id."""
+"""For a function's code, or a class, by its id: True if regions of it ran compiled code."""
 
 
 def may_run_compiled_code(function: Callable[..., Any]) -> bool:
-    """Whether compiled code may run in a region: not known to run none, or nothing is compiled.
+    """Returns whether compiled code may run in a region: False if it ran none before.
 
     A region that first runs some after it ran none holds what that saves, this once.
     """
@@ -74,7 +74,7 @@ def may_run_compiled_code(function: Callable[..., Any]) -> bool:
 
 
 def note_compiled_code(function: Callable[..., Any], found: bool) -> None:
-    """Compiled code ran in a region, or none did."""
+    """Remember that compiled code ran in a region, or that none did."""
     key = _key(function)
     known = _runs_compiled_code.get(id(key))
     if found or known is None or known[0]() is not key:
@@ -87,7 +87,7 @@ def _forget(key: int, _: Any) -> None:
 
 
 def _key(function: Callable[..., Any]) -> Any:
-    """What tells functions apart for this: their code, or the class of what is called."""
+    """The key of a function here: its code, or the class of a callable object."""
     return getattr(function, "__code__", None) or type(function)
 
 
@@ -119,7 +119,7 @@ class CompiledCodeRegion(RecomputeRegion):
         self.running = True
 
     def made(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a result of compiled code in this region, for autograd to follow."""
+        """Returns whether compiled code in this region made a tensor, and autograd follows it."""
         node = grad_fn_of(tensor)
         if node is None or not runs_compiled_graph(function_class(node)):
             return False
@@ -137,19 +137,19 @@ class CompiledCodeRegion(RecomputeRegion):
         return slot
 
     def pass_by(self, site: RawSite) -> None:
-        """Autograd saves a tensor that needs no replay."""
+        """Note that autograd saves a tensor that needs no replay."""
         self.saved.slots.append(_DEAD)
         self.saved.sites.append(site)
 
     def note_trace(self, site: RawSite) -> None:
-        """Autograd saves a tensor for an op that makes a graph of its own."""
+        """Note that autograd saves a tensor for an op that makes a graph of its own."""
         if entered_mode(PROXY) is not self.tracer:
             self.traces = True
         else:
             self.pass_by(site)
 
     def end(self, hooks: Any) -> None:
-        """The forward is over: hold the arguments, by the hooks around it, if there are any."""
+        """End the forward: hold the arguments, by the hooks around the region, if there are any."""
         self.hooked = hooks is not None
         if hooks is not None and self.inputs.changed() is None:
             self.inputs.hand_to(hooks)
@@ -157,13 +157,13 @@ class CompiledCodeRegion(RecomputeRegion):
 
 
 def site_of(frame: FrameType) -> RawSite:
-    """Where a tensor is saved; `frame` is what called the hook."""
+    """The site at which a tensor is saved; `frame` is the one that called the hook."""
     code = frame.f_code
     return with_user_code(frame) if library[code.co_filename] else (code, frame.f_lasti)
 
 
 def saved_by_compiled_code(x: Tensor, frame: FrameType) -> bool:
-    """Whether compiled code saves a tensor that it made itself; `frame` is what called the hook."""
+    """Returns whether compiled code saves a tensor of its own; `frame` called the hook."""
     if frame.f_code is not FUNCTION_APPLY:
         return False
     called = frame.f_locals

@@ -1,4 +1,4 @@
-"""Where an op runs: in which module, inside which function, under which names.
+"""The place of an op in the user's code: its module, the functions around it, their names.
 
 All of it is looked up only when a policy asks. The modules that are being called now are on
 Python's stack, and so is the `forward` of an `autograd.Function`: nothing has to be hooked.
@@ -26,7 +26,7 @@ from rekindle.torch_private.torch_checkpoint import TorchSelectiveContext
 
 
 class SelectiveCheckpointContext(TorchSelectiveContext):
-    """What a policy function is told. As torch's, and more: where the op ran.
+    """The first argument of a policy function: as torch's, and the place of the op.
 
     >>> import torch, rekindle
     >>> def policy(ctx, op, *args, **kwargs):
@@ -52,15 +52,15 @@ class SelectiveCheckpointContext(TorchSelectiveContext):
         self.args = args
         self.kwargs = kwargs or {}
         self.index = index
-        """How often this op ran before in this call of the region."""
+        """Number of runs of this op before, in this call of the region."""
         self.number = number
-        """How many ops ran before in this call of the region, of those that can be run again."""
+        """Number of ops before, in this call of the region, that can be run again."""
         self.region = region
-        """The region's own: nothing for a policy to use."""
+        """The region that runs; not for policies of users."""
         self.state: dict[Any, Any] = {} if state is None else state
-        """For the policy to write to; a new one for each call of a region."""
+        """A dict for the policy to write to, new for each call of a region."""
         self.is_compiled = False
-        """Whether torch's compiler asks, which may make again what a policy prefers to keep."""
+        """True if torch's compiler asks, which may recompute what a policy prefers to keep."""
 
     @functools.cached_property
     def module_path(self) -> str:
@@ -81,13 +81,13 @@ class SelectiveCheckpointContext(TorchSelectiveContext):
 
     @property
     def nbytes(self) -> int:
-        """The size of what the op made."""
+        """Bytes of the tensors that the op made."""
         made = _tensors(self.op_output)
         return sum(tensor.numel() * tensor.element_size() for tensor in made)
 
     @property
     def requires_grad(self) -> bool:
-        """Whether autograd follows the op; what backward does not need is not held in any case."""
+        """True if autograd follows the op; what backward does not need is not held in any case."""
         given = _tensors([*self.args, *self.kwargs.values()])
         return torch.is_grad_enabled() and any(x.requires_grad for x in given)
 
@@ -175,7 +175,7 @@ def _joined(above: str, modules: list[nn.Module]) -> str:
 
 
 def runs_one_of(functions: dict[CodeType, set[Any]]) -> bool:
-    """Whether the forward of one of some `autograd.Function`s is running; by the code of each.
+    """Returns whether the forward of one of some `autograd.Function`s runs; by the code of each.
 
     Several may share their code: then its first argument, the context, tells whose it is.
     """
@@ -193,7 +193,7 @@ def runs_one_of(functions: dict[CodeType, set[Any]]) -> bool:
 
 
 def inside(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function, with a name that policies see while it runs."""
+    """A function that runs `function` under a name that policies see."""
 
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Addresses of ops in a block: which module runs it, which op it is, and how many ran before it.
+"""Addresses of ops in a block: the module that runs an op, its name, and its index.
 
 Note [Numbers that no cast can shift]. A plan is made from a block that is run alone and carried out
 in a step, and the two do not run quite the same ops: under autocast a weight is cast where it is
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 PlannedDecisions: TypeAlias = Mapping[str, Mapping[int, tuple[str, Decision]]]
-"""Module and decision of results that are not recomputed: by the op's name, then by its index."""
+"""Module and decision of each result that is not recomputed, by the op's name and its index."""
 
 
 class ModuleFinder:
-    """Finds which module of a block is running; one for each block, made anew if modules change."""
+    """Finds the module of a block that runs; there is one for each block."""
 
     def __init__(self, block: nn.Module) -> None:
         self._paths = {id(module): path for path, module in block.named_modules()}
@@ -54,7 +54,7 @@ _known: "WeakKeyDictionary[nn.Module, ModuleFinder]" = WeakKeyDictionary()
 
 
 def module_finder_of(block: nn.Module) -> ModuleFinder:
-    """What finds the modules of a block."""
+    """The `ModuleFinder` of a block."""
     found = _known.get(block)
     if found is None:
         found = _known[block] = ModuleFinder(block)
@@ -62,7 +62,7 @@ def module_finder_of(block: nn.Module) -> ModuleFinder:
 
 
 def forget(block: nn.Module) -> None:
-    """Have a block's modules looked up anew: some may have been exchanged."""
+    """Drop the `ModuleFinder` of a block, some of whose modules may have been exchanged."""
     _known.pop(block, None)
 
 
@@ -77,40 +77,42 @@ def block_of(function: Any) -> nn.Module | None:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter; a plain tensor is told at once."""
+    """Returns whether a tensor is a parameter; for a plain tensor in no time."""
     kind = type(tensor)
     return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
 
 
-def depends_on_parameters_alone(args: Iterable[Any], is_fixed: Callable[[Tensor], bool]) -> bool:
-    """Whether all tensors among an op's arguments are fixed by parameters, and there is one."""
+def depends_on_parameters_alone(
+    args: Iterable[Any], from_parameters: Callable[[Tensor], bool]
+) -> bool:
+    """Returns whether parameters alone decide all tensors among an op's arguments; one at least."""
     found = False
     for arg in args:
         if isinstance(arg, Tensor):
-            if not is_fixed(arg):
+            if not from_parameters(arg):
                 return False
             found = True
         elif type(arg) is list or type(arg) is tuple:
             tensors = [item for item in arg if isinstance(item, Tensor)]
-            if not all(map(is_fixed, tensors)):
+            if not all(map(from_parameters, tensors)):
                 return False
             found = found or bool(tensors)
     return found
 
 
 class PlannedOpCounter:
-    """The ops of one call of a block, as far as a plan has decisions for ops of their names."""
+    """Counts the ops of one call of a block, of names for which a plan has decisions."""
 
     def __init__(self, decisions: PlannedDecisions, block: nn.Module) -> None:
         self._decisions = decisions
         self._modules = module_finder_of(block)
         self.counts: dict[str, int] = dict.fromkeys(decisions, 0)
-        """How many ops of each name ran."""
+        """Number of ops of each name that ran."""
         self.misplaced: dict[str, str] = {}
-        """By the name of an op that was to be kept: where it ran, if that is not as planned."""
+        """Modules in which ops ran that were planned in others, by the op's name."""
 
     def decide_next(self, op: str) -> Decision:
-        """The decision of the result of an op of a planned name, which has just run."""
+        """The decision on the result of an op of a planned name, which has just run."""
         index = self.counts[op]
         self.counts[op] = index + 1
         planned = self._decisions[op].get(index)

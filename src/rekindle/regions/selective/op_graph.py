@@ -105,7 +105,7 @@ class RecordedOp:
         self.backends: kernel_backends.Switches | None = None
         """Switches of kernel backends, if they decide which kernel computes the op."""
         self.grad_mode: bool | None = None
-        """Whether gradients were on, if the op may do something else where they are off."""
+        """Grad mode in forward, if the op may do something else where gradients are off."""
         self._default_dtype = _default_dtype()
 
     def rerun(self, remade: list[RecordedValue], for_good: bool, is_plain: bool) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OpKind(Enum):
-    """How an op is treated by a region that records it: Note [What is not made again]."""
+    """A way to treat an op in a region that records it: Note [What is not made again]."""
 
     VIEW = "shows an argument in another way"
     PURE = "makes its results from its arguments, the same every time"
@@ -88,7 +88,7 @@ def can_be_run_again(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class OpTraits:
-    """What is known of an op under a policy, found out once."""
+    """Properties of an op under a policy, found out once."""
 
     __slots__ = (
         *("decision", "depends_on_backends", "depends_on_grad_mode", "func", "is_ignored", "kind"),

@@ -1,4 +1,4 @@
-"""Which op is meant: by an overload, by all its overloads at once, by its name, or as a class."""
+"""Ops as users give them: an overload, all overloads at once, a name, or an `autograd.Function`."""
 
 import inspect
 from functools import cache
@@ -16,18 +16,18 @@ from rekindle.torch_private.op_types import (
     schema_of,
 )
 
-Op: TypeAlias = OpOverload | OpOverloadPacket | HigherOrderOperator | type
+OpSpec: TypeAlias = OpOverload | OpOverloadPacket | HigherOrderOperator | type
 
 
 def is_op(given: Any) -> bool:
-    """Whether it is an op, and not the name of one."""
+    """Returns whether something is an op, and not the name of one."""
     if isinstance(given, type):
         return issubclass(given, torch.autograd.Function)
     return isinstance(given, OpOverload | OpOverloadPacket | HigherOrderOperator)
 
 
-def op_of(given: Any) -> Op:
-    """The op that a user means; an error that says how to name one otherwise."""
+def op_of(given: Any) -> OpSpec:
+    """The op that a user means; an error says how to name one."""
     if is_op(given):
         return given  # type: ignore[no-any-return]
     if isinstance(given, str):
@@ -42,7 +42,7 @@ def op_of(given: Any) -> Op:
     )
 
 
-def _op_named(name: str) -> Op:
+def _op_named(name: str) -> OpSpec:
     namespace, _, rest = name.replace("::", ".", 1).partition(".")
     packet, _, overload = rest.partition(".")
     try:
@@ -56,12 +56,12 @@ def _op_named(name: str) -> Op:
     return found
 
 
-def matches(op: Any, ops: "frozenset[Op]") -> bool:
-    """Whether an op is among those that a user named."""
+def matches(op: Any, ops: "frozenset[OpSpec]") -> bool:
+    """Returns whether an op, or its packet of overloads, is in a set."""
     return op in ops or getattr(op, "overloadpacket", None) in ops
 
 
-def name_of(op: Op) -> Any:
+def name_of(op: OpSpec) -> Any:
     """An op by its name, as `op_of` takes it; an `autograd.Function` as it is."""
     if isinstance(op, OpOverload):
         return overload_name(op)
@@ -70,7 +70,7 @@ def name_of(op: Op) -> Any:
     return op if isinstance(op, type) else f"higher_order::{op.name()}"
 
 
-def show(op: Op) -> str:
+def format_op(op: OpSpec) -> str:
     """An op as code."""
     name = name_of(op)
     return name.__name__ if isinstance(name, type) else repr(name)
@@ -96,7 +96,7 @@ _CHEAP = (
 
 @cache
 def cheap(op: Any) -> bool:
-    """Whether memory bandwidth bounds an op: to run it again costs about as much as to read it."""
+    """Returns whether memory bandwidth bounds an op: it takes as long as reading its result."""
     if not isinstance(op, OpOverload):
         return False
     if torch.Tag.pointwise in op.tags or op.is_view:

@@ -1,14 +1,14 @@
-"""Sets of ops that policies name: what computes, attends, reduces, routes."""
+"""Sets of ops for policies: matrix products, attention, reductions, routing."""
 
 import torch
 
-from rekindle.regions.selective.op_names import Op
+from rekindle.regions.selective.op_names import OpSpec
 
 _aten = torch.ops.aten
 
 
-def _known(*names: str) -> frozenset[Op]:
-    """Those of the ops that this version of torch has."""
+def _known(*names: str) -> frozenset[OpSpec]:
+    """The ops of these names that this version of torch has."""
     return frozenset(getattr(_aten, name) for name in names if hasattr(_aten, name))
 
 

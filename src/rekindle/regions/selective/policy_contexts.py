@@ -49,7 +49,7 @@ def policy_in(contexts: tuple[Any, Any]) -> Any:
 
 
 class PolicyState:
-    """What policies are told of one call of a region, beside the op."""
+    """The state of one call of a region that policies get to see, beside the op."""
 
     def __init__(self, region: Any = None) -> None:
         self._region = None if region is None else ref(region)

@@ -6,13 +6,13 @@ from typing import Any
 from rekindle.regions.selective.decisions import Decision, decision_named
 from rekindle.regions.selective.op_names import name_of, op_of
 from rekindle.regions.selective.policy_kinds import (
-    At,
-    Cheap,
-    Counted,
-    FirstToSpeak,
-    Inputs,
-    Named,
-    Ops,
+    CheapOpsPolicy,
+    CountedPolicy,
+    JoinedPolicy,
+    KeepInputsPolicy,
+    NamedPolicy,
+    OpsPolicy,
+    PathPolicy,
     Policy,
 )
 from rekindle.strategy_json import register_policies, wrong
@@ -21,21 +21,21 @@ from rekindle.strategy_json import register_policies, wrong
 def policy_to_json(policy: Any) -> dict[str, Any]:
     """A policy as a dict of JSON values; a `ValueError` if Python code is part of it."""
     match policy:
-        case Ops(then, ops):
+        case OpsPolicy(then, ops):
             names = None if ops is None else _names(ops)
             return {"policy": "ops", "decision": then.value, "ops": names}
-        case Inputs(ops):
+        case KeepInputsPolicy(ops):
             return {"policy": "inputs", "ops": _names(ops)}
-        case Cheap():
+        case CheapOpsPolicy():
             return {"policy": "recompute_cheap"}
-        case At(pattern, then):
+        case PathPolicy(pattern, then):
             return {"policy": "at", "pattern": pattern, "then": policy_to_json(then)}
-        case Named(then, names):
+        case NamedPolicy(then, names):
             return {"policy": "named", "decision": then.value, "names": list(names)}
-        case Counted(step, limit, then):
+        case CountedPolicy(step, limit, then):
             tag, n = ("every", step) if limit is None else ("first", limit)
             return {"policy": tag, "n": n, "then": policy_to_json(then)}
-        case FirstToSpeak(policies):
+        case JoinedPolicy(policies):
             return {"policy": "joined", "policies": [policy_to_json(each) for each in policies]}
     raise ValueError(
         f"The policy {policy!r} cannot be saved as JSON: it is Python code. Policies that "
@@ -131,14 +131,14 @@ def _names(ops: frozenset[Any]) -> list[str]:
 
 
 _READERS: dict[str, Callable[[_Fields], Policy]] = {
-    "ops": lambda given: Ops(given.decision("decision"), given.ops_or_none("ops")),
-    "inputs": lambda given: Inputs(given.ops("ops")),
-    "recompute_cheap": lambda _: Cheap(),
-    "at": lambda given: At(given.text("pattern"), given.policy("then")),
-    "named": lambda given: Named(given.decision("decision"), given.texts("names")),
-    "every": lambda given: Counted(given.count("n"), None, given.policy("then")),
-    "first": lambda given: Counted(None, given.count("n"), given.policy("then")),
-    "joined": lambda given: FirstToSpeak(given.policies("policies")),
+    "ops": lambda given: OpsPolicy(given.decision("decision"), given.ops_or_none("ops")),
+    "inputs": lambda given: KeepInputsPolicy(given.ops("ops")),
+    "recompute_cheap": lambda _: CheapOpsPolicy(),
+    "at": lambda given: PathPolicy(given.text("pattern"), given.policy("then")),
+    "named": lambda given: NamedPolicy(given.decision("decision"), given.texts("names")),
+    "every": lambda given: CountedPolicy(given.count("n"), None, given.policy("then")),
+    "first": lambda given: CountedPolicy(None, given.count("n"), given.policy("then")),
+    "joined": lambda given: JoinedPolicy(given.policies("policies")),
 }
 
 register_policies(policy_to_json, policy_from_json)

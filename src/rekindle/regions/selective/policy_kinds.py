@@ -1,4 +1,4 @@
-"""The kinds of policies, each a value: comparable, hashable, printed as the code that makes it.
+"""The classes of policies: values that compare, hash, and print as the code that makes them.
 
 `rekindle.policies` is the vocabulary that makes them.
 """
@@ -17,14 +17,14 @@ from rekindle.regions.selective.decisions import FOR_TORCH, Decision, decision_o
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext, runs_one_of
 from rekindle.regions.selective.op_addresses import PlannedDecisions, PlannedOpCounter
 from rekindle.regions.selective.op_names import (
-    Op,
+    OpSpec,
     cheap,
     code_of,
+    format_op,
     is_op,
     matches,
     name_of,
     op_of,
-    show,
 )
 from rekindle.regions.selective.op_sets import ATTENTION, MATMULS, REDUCTIONS, ROUTING
 from rekindle.regions.selective.policy_contexts import contexts_of
@@ -75,12 +75,12 @@ class Policy:
     """Decisions by the address of an op in its block, if that alone decides, but `recompute`."""
 
     def matches(self, ran: PlannedOpCounter, block: str) -> bool:  # noqa: ARG002
-        """Whether a block ran what a policy by addresses was made for: asked after each call."""
+        """Returns whether a block ran what a policy by addresses was made for, after each call."""
         return True
 
     @property
     def by_op_alone(self) -> bool:
-        """Whether the op alone decides, so that an answer can be remembered."""
+        """True if the op alone decides, so that an answer can be remembered."""
         return False
 
     def decide(self, ctx: SelectiveCheckpointContext) -> Decision | None:
@@ -92,13 +92,13 @@ class Policy:
         return None
 
     def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:  # noqa: ARG002
-        """Whether what an op is given is kept rather than what that was made from."""
+        """Returns whether an op's arguments are kept rather than what they were made from."""
         return False
 
     @made_before
     def __or__(self, other: "Policy | Callable[..., Any]") -> "Policy":
         parts = [part for policy in (self, of(other)) for part in _parts(policy)]
-        return FirstToSpeak(tuple(parts))
+        return JoinedPolicy(tuple(parts))
 
     @made_before
     def __ror__(self, other: Callable[..., Any]) -> "Policy":
@@ -138,11 +138,11 @@ def _as_function(
 
 
 def _parts(policy: Policy) -> tuple[Policy, ...]:
-    return policy.policies if isinstance(policy, FirstToSpeak) else (policy,)
+    return policy.policies if isinstance(policy, JoinedPolicy) else (policy,)
 
 
 @dataclass(frozen=True)
-class FirstToSpeak(Policy):
+class JoinedPolicy(Policy):
     """Several policies: the first with an opinion decides."""
 
     policies: tuple[Policy, ...]
@@ -170,11 +170,11 @@ class FirstToSpeak(Policy):
 
 
 @dataclass(frozen=True)
-class Ops(Policy):
-    """One decision for some ops, or for all of them."""
+class OpsPolicy(Policy):
+    """One decision for some ops, or for all."""
 
     then: Decision
-    ops: frozenset[Op] | None
+    ops: frozenset[OpSpec] | None
     _codes: dict[CodeType, set[Any]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -203,8 +203,8 @@ class Ops(Policy):
         return f"{self.then.value}({'' if self.ops is None else _shown(self.ops)})"
 
 
-def _shown(ops: frozenset[Op]) -> str:
-    """Ops as code, sets that have a name by their name."""
+def _shown(ops: frozenset[OpSpec]) -> str:
+    """Ops as code; sets that have a name by their name."""
     sets = {
         "MATMULS": MATMULS,
         "ATTENTION": ATTENTION,
@@ -213,21 +213,21 @@ def _shown(ops: frozenset[Op]) -> str:
     }
     named = [name for name, members in sets.items() if members <= ops]
     rest = ops.difference(*(sets[name] for name in named))
-    return ", ".join([*named, *sorted(map(show, rest))])
+    return ", ".join([*named, *sorted(map(format_op, rest))])
 
 
-def _portable(ops: frozenset[Op]) -> list[Any]:
-    """Ops as what can be pickled: names, and classes."""
+def _portable(ops: frozenset[OpSpec]) -> list[Any]:
+    """Ops in a form that can be pickled: names, and classes."""
     return [name_of(op) for op in ops]
 
 
 def _ops_again(decision: Decision, ops: list[Any] | None) -> Policy:
-    return Ops(decision, None if ops is None else frozenset(map(op_of, ops)))
+    return OpsPolicy(decision, None if ops is None else frozenset(map(op_of, ops)))
 
 
 @dataclass(frozen=True, repr=False)
-class Cheap(Policy):
-    """Recompute what is cheap, keep the rest."""
+class CheapOpsPolicy(Policy):
+    """Recompute results of cheap ops, keep the rest."""
 
     @property
     def by_op_alone(self) -> bool:
@@ -241,10 +241,10 @@ class Cheap(Policy):
 
 
 @dataclass(frozen=True)
-class Inputs(Policy):
-    """Keep what some ops are given."""
+class KeepInputsPolicy(Policy):
+    """Keep the arguments of some ops."""
 
-    ops: frozenset[Op]
+    ops: frozenset[OpSpec]
 
     @property
     def by_op_alone(self) -> bool:
@@ -264,11 +264,11 @@ class Inputs(Policy):
 
 
 def _inputs_again(ops: list[Any]) -> Policy:
-    return Inputs(frozenset(map(op_of, ops)))
+    return KeepInputsPolicy(frozenset(map(op_of, ops)))
 
 
 @dataclass(frozen=True)
-class At(Policy):
+class PathPolicy(Policy):
     """A policy for the ops of some modules."""
 
     pattern: str
@@ -289,7 +289,7 @@ class At(Policy):
 
 
 def is_at(path: str, pattern: str) -> bool:
-    """Whether a module's path, or the path of one it is part of, ends as the pattern says."""
+    """Returns whether a module's path, or the path of one around it, ends as the pattern says."""
     parts, wanted = path.split("."), pattern.split(".")
     length = len(wanted)
     return any(
@@ -299,7 +299,7 @@ def is_at(path: str, pattern: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Named(Policy):
+class NamedPolicy(Policy):
     """One decision for tensors and functions with certain names."""
 
     then: Decision
@@ -316,8 +316,8 @@ class Named(Policy):
 
 
 @dataclass(frozen=True)
-class Counted(Policy):
-    """A policy for some of the ops that it speaks of, counted anew in each call of a region."""
+class CountedPolicy(Policy):
+    """A policy for some of the ops that it has an opinion on, counted in each call of a region."""
 
     step: int | None
     limit: int | None
@@ -335,7 +335,7 @@ class Counted(Policy):
         return self.then.keeps_inputs(ctx) and self._is_one(ctx)
 
     def _is_one(self, ctx: SelectiveCheckpointContext) -> bool:
-        """Count, and say whether this one counts; equal policies in two places count apart."""
+        """Count an op, and return whether it is one to decide about; equal policies count apart."""
         count: int = ctx.state.get(id(self), 0)
         ctx.state[id(self)] = count + 1
         return count < self.limit if self.limit is not None else count % (self.step or 1) == 0
@@ -347,7 +347,7 @@ class Counted(Policy):
 
 
 @dataclass(frozen=True)
-class Function(Policy):
+class FunctionPolicy(Policy):
     """A user's own function of a context, an op and its arguments."""
 
     function: Callable[..., Any]
@@ -371,9 +371,9 @@ def of(policy: Any) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, list | tuple | set | frozenset):
-        return Ops(Decision.KEEP, frozenset(map(op_of, policy)))
+        return OpsPolicy(Decision.KEEP, frozenset(map(op_of, policy)))
     if callable(policy) and not is_op(policy):
-        return Function(policy)
+        return FunctionPolicy(policy)
     given = repr(policy) if is_op(policy) else type(policy).__name__
     raise TypeError(
         f"A policy is a value of rekindle.policies, a function or a list of ops, but got {given}"

@@ -53,7 +53,7 @@ class _ThreadState(local):
 
     def __init__(self) -> None:
         self.recorders: list[OpRecorder] = []
-        """Those of the regions whose forwards run, the innermost last."""
+        """Recorders of the regions whose forwards run, the innermost last."""
 
 
 _thread = _ThreadState()
@@ -381,7 +381,7 @@ _TRAITS: dict[int, OpTraits] = {}
 
 
 def _traits_under(policy: "Policy") -> dict[int, OpTraits]:
-    """What is known of ops under a policy, by the id of each op."""
+    """Traits of ops under a policy, by the id of each op."""
     return _traits_by_policy.setdefault(policy, {}) if policy.by_op_alone else _TRAITS
 
 

@@ -54,7 +54,7 @@ class SelectiveRegion(Region):
         super().__init__(function)
         self._checks_values = options.determinism_check == "values"
         self._replay: CompiledCodeRegion | None = None
-        """What replays compiled code in the region, while the forward runs and there may be any."""
+        """Replays compiled code in the region; there only while the forward runs."""
         if may_run_compiled_code(function):
             self._replay = CompiledCodeRegion(function, args, kwargs, options)
         is_replayed = None if self._replay is None else self._replay.made
