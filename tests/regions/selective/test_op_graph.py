@@ -15,7 +15,6 @@ from torch.nn import functional
 import rekindle
 from benchmarks.decoder import SHAPES, Block
 from rekindle import policies
-from rekindle.regions.selective.op_graph import RecordedOp
 from rekindle.regions.selective.selective_region import run
 from tests.toys import Stack, assert_same_step, same_bits
 
@@ -33,19 +32,6 @@ matmuls = policies.keep(MATMULS)
 
 
 POLICIES = [nothing, everything, matmuls]
-
-
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
-    """How often each op is run again."""
-    again, ran = RecordedOp.rerun, Counter[Any]()
-
-    def counted(self: RecordedOp, *args: Any) -> None:
-        ran[self.func] += 1
-        again(self, *args)
-
-    monkeypatch.setattr(RecordedOp, "rerun", counted)
-    return ran
 
 
 @pytest.mark.parametrize("policy", POLICIES)
