@@ -265,10 +265,10 @@ def test_a_module_whose_forward_cannot_be_replaced_leaves_the_others_as_they_wer
     rekindle.apply(model, "recompute")
     put = apply_strategies.put
 
-    def until_the_last(module: nn.Module, strategy: Any) -> None:
+    def until_the_last(module: nn.Module, *given: Any) -> None:
         if module is model.blocks[2]:
             raise RuntimeError("no")
-        put(module, strategy)
+        put(module, *given)
 
     def apply() -> None:
         with monkeypatch.context() as patch:

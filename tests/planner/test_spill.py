@@ -11,6 +11,8 @@ from torch import Tensor
 
 import rekindle
 from benchmarks.decoder import SHAPES, Decoder
+from rekindle.offload.device_offloader import DeviceOffloader
+from rekindle.offload.owners import owner_of
 from rekindle.planner import fit
 from rekindle.planner.measure.link import link_bandwidth
 from rekindle.planner.plan_for_budget import plan_by
@@ -148,6 +150,12 @@ def test_an_option_is_carried_out_by_its_tier() -> None:
     assert str(SavedIndices(offloaded=(2,), tier="disk")) == "<spill saves [2], keep the rest>"
 
 
+def _offloader(decoder: Decoder, x: Tensor) -> DeviceOffloader:
+    found = offloader_of(Decision.SPILL_AS_PLANNED, owner_of(decoder)).by_device[x.device]
+    assert found is not None, "something left"
+    return found
+
+
 def test_what_leaves_is_seen_out_before_the_backward_of_a_last_block_that_moves_nothing(
     decoder: Decoder, x: Tensor, profile: rekindle.Profile
 ) -> None:
@@ -160,8 +168,8 @@ def test_what_leaves_is_seen_out_before_the_backward_of_a_last_block_that_moves_
     options = [moving] * 5 + [keep]
     plan = plan_by(profile, 0, options, simulate(profile, options), 0.0)
     rekindle.apply(decoder, plan)
-    offloader = offloader_of(Decision.SPILL_AS_PLANNED).by_device[x.device]
-    assert offloader is not None, "the profile has used it"
+    out = decoder(x)
+    offloader = _offloader(decoder, x)
     found = []
 
     def note(_grad: Tensor) -> None:
@@ -169,7 +177,6 @@ def test_what_leaves_is_seen_out_before_the_backward_of_a_last_block_that_moves_
         found.append(offloader._step.backward_started)
 
     decoder.blocks[5].mlp.down.weight.register_hook(note)  # the first of the last block's backward
-    out = decoder(x)
     assert offloader._step is not None, "something left"
     assert not offloader._step.backward_started
     out.sum().backward()
@@ -184,8 +191,9 @@ def test_disk_is_given_back_when_the_plan_is_removed(
     with rekindle.observe() as seen:
         gradients(decoder, x)
     assert seen.spill.pool_bytes > 0
+    offloader = _offloader(decoder, x)
     rekindle.remove(decoder)
-    assert offloader_of(Decision.SPILL_AS_PLANNED).by_device[x.device].tier.pool_bytes == 0  # type: ignore[union-attr]
+    assert offloader.tier.pool_bytes == 0
 
 
 def test_a_folder_that_cannot_be_written_is_named(

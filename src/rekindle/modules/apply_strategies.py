@@ -21,7 +21,7 @@ from rekindle.modules.forward import forward_of, put, snapshot, take_away
 from rekindle.modules.nested_strategies import strategies_to_run
 from rekindle.modules.strategy_spelling import Spelling, strategy_of
 from rekindle.modules.wrappers import ActivationWrapper
-from rekindle.regions.selective.offload_bridge import trim_offloaders
+from rekindle.offload.owners import OffloaderSet, owner_of, process_owner, release
 from rekindle.strategy import Strategy
 
 
@@ -29,6 +29,7 @@ def apply_strategies(
     model: nn.Module,
     strategies: Spelling | Mapping[str, Spelling],
     attach: Callable[[], None] | None = None,
+    offloaders: OffloaderSet | None = None,
 ) -> Applied:
     """Have a model's modules run by strategies, in place of those that were applied before.
 
@@ -37,16 +38,20 @@ def apply_strategies(
         strategies: one for every block of the model, or a mapping from patterns of module paths.
         attach: called when all modules have their strategies. If it raises, or anything else does,
             the model is as before.
+        offloaders: those that the modules use; without them the model has its own, which live until
+            the strategies are removed.
     """
+    owned = owner_of(model) if offloaders is None else offloaders
     wanted = _wanted(model, strategies)
     _refuse_what_is_checkpointed(model, wanted)
     modules = {path: module for path, (module, _) in wanted.items()}
     run = strategies_to_run({path: strategy for path, (_, strategy) in wanted.items()})
     with _all_or_nothing(model):
         for module, strategy in {id(modules[p]): (modules[p], run[p]) for p in run}.values():
-            put(module, strategy)
+            put(module, strategy, owned)
         if attach is not None:
             attach()
+    _forget_unused_offloaders(model, owned)
     first_paths = {id(module): path for path, module in reversed(modules.items())}
     return Applied(
         type(model).__name__,
@@ -56,6 +61,13 @@ def apply_strategies(
             if first_paths[id(module)] == path
         ),
     )
+
+
+def _forget_unused_offloaders(model: nn.Module, owned: OffloaderSet) -> None:
+    """Forget the offloaders of strategies that were applied before, to the model or parts of it."""
+    forwards = [forward_of(module) for module in model.modules()]
+    owned.retain({forward.offload_strategy for forward in forwards if forward is not None})
+    release(module for module in model.modules() if module is not model)
 
 
 @contextmanager
@@ -83,10 +95,10 @@ def remove_strategies(model: nn.Module) -> None:
     """Undo `apply_strategies`, and give back host memory and disk that nothing uses."""
     forwards = [forward_of(module) for module in model.modules()]
     undo(model)
-    for forward in forwards:
-        if forward is not None:
-            forward.trim()
-    trim_offloaders()
+    release(model.modules())
+    for owner in {forward.offloaders for forward in forwards if forward is not None}:
+        owner.trim()
+    process_owner.trim()
 
 
 def undo(model: nn.Module) -> None:

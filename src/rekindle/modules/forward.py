@@ -20,7 +20,9 @@ from torch import nn
 from rekindle.compile.checkpoint_call import checkpoint
 from rekindle.errors import RekindleError
 from rekindle.modules.strategy_engines import offload_context, policy_of
+from rekindle.offload.context import Offload as OffloadContext
 from rekindle.offload.context import keep_on_device
+from rekindle.offload.owners import OffloaderSet, run_for_owner
 from rekindle.regions.base import run_under_hooks
 from rekindle.regions.saved_indices import SavedIndicesEngine
 from rekindle.regions.selective import graph_location as traced
@@ -43,11 +45,17 @@ class Forward:
     """A module's forward, run by a strategy."""
 
     def __init__(
-        self, module: nn.Module, strategy: Strategy | None, own: Callable[..., Any] | None = None
+        self,
+        module: nn.Module,
+        strategy: Strategy | None,
+        own: Callable[..., Any] | None = None,
+        offloaders: OffloaderSet | None = None,
     ) -> None:
         self._module = ref(module)  # weakly: a model should go without the garbage collector
         self.own = own
         """The forward in the module's `__dict__` before, which hides that of its class."""
+        self.offloaders = OffloaderSet() if offloaders is None else offloaders
+        """The offloaders of the model that the strategy was applied to."""
         traced.managed_forwards[id(module)] = self
         self.is_on = True
         """Turned off by `remove`, also where somebody has wrapped it since."""
@@ -59,15 +67,17 @@ class Forward:
         self.strategy = strategy
         self.policy = policy_of(strategy.policy) if isinstance(strategy, Selective) else None
         """The policy of a selective region."""
-        self._offload = offload_context(strategy) if isinstance(strategy, Offload) else None
+        self._offload: OffloadContext | None = None
+        if isinstance(strategy, Offload):
+            self._offload = offload_context(strategy, self.offloaders)
         self._by_index = None
         if isinstance(strategy, SavedIndices):
-            self._by_index = SavedIndicesEngine(strategy)
+            self._by_index = SavedIndicesEngine(strategy, self.offloaders)
 
-    def trim(self) -> None:
-        """Give back host memory and disk that are set aside for offloading and not in use."""
-        if self._offload is not None:
-            self._offload.trim()
+    @property
+    def offload_strategy(self) -> Offload | None:
+        """The strategy of its offloader, if the whole module is offloaded."""
+        return None if self._offload is None else self._offload.strategy
 
     @property
     def __self__(self) -> nn.Module:
@@ -128,6 +138,14 @@ class Forward:
                 return run_under_hooks(context, forward, args, kwargs)
             with context:
                 return forward(*args, **kwargs)
+        if self.policy is not None and not torch.compiler.is_compiling():
+            return run_for_owner(self.offloaders, self._checkpointed, (forward, args, kwargs), {})
+        return self._checkpointed(forward, args, kwargs)
+
+    def _checkpointed(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the forward as a region."""
         options: dict[str, Any] = {} if self.policy is None else {"context_fn": self.policy}
         if any(name in _OPTIONS for name in kwargs):  # the module's own, not ours
             call = _with_keywords(forward, tuple(kwargs))
@@ -141,11 +159,12 @@ class Forward:
         return keep_on_device() if self._offload is None else self._offload
 
     def __reduce__(self) -> Any:
-        return Forward, (self.__self__, self.strategy, self.own)
+        return Forward, (self.__self__, self.strategy, self.own, self.offloaders)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Forward":
         module = copy.deepcopy(self.__self__, memo)
-        return Forward(module, self.strategy, copy.deepcopy(self.own, memo))
+        own, offloaders = copy.deepcopy((self.own, self.offloaders), memo)
+        return Forward(module, self.strategy, own, offloaders)
 
 
 @no_graph_begins
@@ -186,9 +205,9 @@ def forward_of(module: nn.Module) -> Forward | None:
     return found if isinstance(found, Forward) else None
 
 
-def put(module: nn.Module, strategy: Strategy | None) -> None:
+def put(module: nn.Module, strategy: Strategy | None, offloaders: OffloaderSet) -> None:
     """Put a `Forward` in the place of a module's forward."""
-    vars(module)["forward"] = Forward(module, strategy, vars(module).get("forward"))
+    vars(module)["forward"] = Forward(module, strategy, vars(module).get("forward"), offloaders)
 
 
 def take_away(module: nn.Module) -> None:

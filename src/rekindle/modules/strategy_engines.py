@@ -3,7 +3,8 @@
 from typing import Any
 
 from rekindle.offload.context import Offload as OffloadContext
-from rekindle.offload.context import offload
+from rekindle.offload.offload_options import offload_strategy
+from rekindle.offload.owners import OffloaderSet
 from rekindle.policies import Policy
 from rekindle.regions.selective import planned_ops
 from rekindle.strategy import NumberedOps, Offload, PlannedOps
@@ -19,9 +20,9 @@ def policy_of(policy: Any) -> Policy:
     return policy
 
 
-def offload_context(strategy: Offload) -> OffloadContext:
-    """The context that offloads as a strategy says; a folder for temporary files is looked up."""
-    return offload(
+def offload_context(strategy: Offload, owner: OffloaderSet | None = None) -> OffloadContext:
+    """The context that offloads for an owner; a folder for temporary files is looked up."""
+    checked = offload_strategy(
         tier=strategy.tier,
         quota="auto" if strategy.quota is None else strategy.quota,
         min_bytes="1MiB" if strategy.min_bytes is None else strategy.min_bytes,
@@ -30,3 +31,4 @@ def offload_context(strategy: Offload) -> OffloadContext:
         on_full=strategy.on_full,
         derive=strategy.derive,
     )
+    return OffloadContext(checked, owner)

@@ -33,7 +33,7 @@ class Offloader:
         self.strategy = strategy
         self._resolved = _resolve(strategy)
         self._min_bytes = 2**20 if strategy.min_bytes is None else strategy.min_bytes
-        self._limit_in_flight = limit_in_flight
+        self.limit_in_flight = limit_in_flight
         """Whether the device waits for copies so that few bytes are in flight; else copies take
         their time, as long as the forward lasts."""
         self._process = os.getpid()
@@ -83,7 +83,7 @@ class Offloader:
         strategy, tier = self._resolved, _tier_of(device, self._resolved)
         if tier is None:
             return None
-        return DeviceOffloader(device, strategy, tier, self._limit_in_flight)
+        return DeviceOffloader(device, strategy, tier, self.limit_in_flight)
 
 
 def _resolve(strategy: Offload) -> Offload:

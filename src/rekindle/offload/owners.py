@@ -12,11 +12,13 @@ begins anew, without the threads of its parent.
 
 import os
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from contextvars import ContextVar
 from threading import Lock
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from torch import nn
 
 from rekindle.offload.offloader import Offloader
 from rekindle.strategy import Offload
@@ -58,21 +60,38 @@ class OffloaderSet:
         for offloader in self:
             offloader.trim()
 
-    def clear(self) -> None:
-        """Forget the offloaders: each is freed when no graph has an activation of it."""
-        self._found.clear()
+    def retain(self, strategies: Container[Offload | None]) -> None:
+        """Forget the offloaders of other strategies; those that were found by a key stay."""
+        for key, offloader in list(self._found.items()):
+            if key == (offloader.strategy, True) and offloader.strategy not in strategies:
+                del self._found[key]
 
     def __reduce__(self) -> Any:
         return OffloaderSet, ()
 
 
-_process_owner = OffloaderSet()
-_owner: ContextVar[OffloaderSet | None] = ContextVar("rekindle_offload_owner", default=None)
+_of_models: "WeakKeyDictionary[nn.Module, OffloaderSet]" = WeakKeyDictionary()
 
 
-def current_owner() -> OffloaderSet:
-    """Returns the owner of what runs now: the innermost model with strategies, or the process."""
-    return _owner.get() or _process_owner
+def owner_of(model: nn.Module) -> OffloaderSet:
+    """Returns the offloaders of a model that is given strategies, now or before."""
+    found = _of_models.get(model)
+    return _of_models.setdefault(model, OffloaderSet()) if found is None else found
+
+
+def release(modules: Iterable[nn.Module]) -> None:
+    """Have modules own no offloaders any more, and give back the memory that nothing uses."""
+    for module in modules:
+        found = _of_models.pop(module, None)
+        if found is not None:
+            found.trim()
+
+
+process_owner = OffloaderSet()
+"""The offloaders of policies outside models with strategies, and of compiled graphs."""
+_owner: ContextVar[OffloaderSet] = ContextVar("rekindle_offload_owner", default=process_owner)
+current_owner = _owner.get
+"""Returns the owner of what runs now: the innermost model with strategies, or the process."""
 
 
 @no_graph_begins

@@ -10,7 +10,7 @@ memory and time of the rest of the step. Then each distinct block is traced, and
 candidate: bytes and times are measured, not modelled.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from rekindle.modules.blocks import unwrapped_blocks
 from rekindle.modules.unwrapping import class_name
+from rekindle.offload.owners import OffloaderSet
 from rekindle.planner.candidates import candidates, undominated, with_casts, with_names
 from rekindle.planner.loss import Loss
 from rekindle.planner.measure.block_benchmark import BlockBenchmark
@@ -59,6 +60,8 @@ class Bench:
     """A profile from which blocks are taken, rather than measured."""
     host_runs_ahead: bool = False
     """True if host and device work at once: then a whole step shows more than blocks alone."""
+    offloaders: OffloaderSet = field(default_factory=OffloaderSet, compare=False)
+    """Offloaders of the blocks that are measured alone; freed with the bench."""
 
 
 def bench_for(device: torch.device, spill: bool = False) -> Bench:
@@ -155,9 +158,13 @@ def _profile_blocks(
     return profiles
 
 
+def _benchmark(call: BlockCall, bench: Bench) -> BlockBenchmark:
+    return BlockBenchmark(call, bench.device, bench.clock, bench.offloaders)
+
+
 def _profile_block(kind: str, key: BlockKey, call: BlockCall | None, bench: Bench) -> BlockProfile:
     """Trace a block, list its candidates, and measure them; without a call, other ranks do."""
-    benchmark = None if call is None else BlockBenchmark(call, bench.device, bench.clock)
+    benchmark = None if call is None else _benchmark(call, bench)
     trace = None if call is None else trace_block(call, bench.clock.estimates)
     own = () if trace is None else candidates(trace)
     measured = measure_candidates(benchmark, agree_on_candidates(trace, own))

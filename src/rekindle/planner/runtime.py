@@ -7,6 +7,7 @@ else a log line says that a step may peak higher. An out-of-memory error gets a 
 import logging
 import sys
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -20,6 +21,7 @@ from rekindle.modules.blocks import unwrapped_blocks
 from rekindle.modules.caches import forbid_cache
 from rekindle.modules.forward import forward_of, put
 from rekindle.modules.unwrapping import class_name, places, unwrapped
+from rekindle.offload.owners import OffloaderSet, owner_of
 from rekindle.planner.compiled_modules import compiled_around
 from rekindle.planner.fit_request import FitRequest
 from rekindle.planner.input_shapes import Shapes, count_elements, format_shapes, input_shapes
@@ -175,7 +177,9 @@ class _RuntimeOnPart:
         self.runtime.annotate_oom(error)
 
 
-def _finish_copy_outs_before_backward(_block: nn.Module, _args: Any, out: Any) -> None:
+def _finish_copy_outs_before_backward(
+    offloaders: OffloaderSet, _block: nn.Module, _args: Any, out: Any
+) -> None:
     """Have copy-outs in flight finish when the backward comes to the last block's output.
 
     A last block that moves nothing itself would not wait for them, and its backward would be on top
@@ -185,7 +189,7 @@ def _finish_copy_outs_before_backward(_block: nn.Module, _args: Any, out: Any) -
         return
     for leaf in tree_leaves(out):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(lambda _: begin_backward())
+            leaf.register_hook(lambda _: begin_backward(offloaders))
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> Applied:
@@ -242,7 +246,8 @@ def _attach_runtime(plan: Plan, model: nn.Module) -> None:
                 module.register_forward_hook(runtime.after_call, with_kwargs=True, always_call=True)
             )
         if module is last:
-            handles.append(module.register_forward_hook(_finish_copy_outs_before_backward))
+            finish = partial(_finish_copy_outs_before_backward, owner_of(model))
+            handles.append(module.register_forward_hook(finish))
         found = [handle for handle in handles if handle is not None]
         if module is model:
             attach(module, runtime, *found)
@@ -257,7 +262,8 @@ def refit_on_larger_calls(model: nn.Module, request: FitRequest) -> None:
     runtime.request = request
     where = planned_paths(model)
     if forward_of(model) is None and any(not where[path] for path, _, _ in runtime.plan.blocks):
-        put(model, None)  # so that the call that finds it too small can run by another plan
+        # So that the call that finds it too small can run by another plan.
+        put(model, None, owner_of(model))
 
 
 def plan_of(model: nn.Module) -> Plan | None:

@@ -22,11 +22,12 @@ from rekindle import observation
 from rekindle.offload.activation import bytes_of
 from rekindle.offload.context import keep_on_device
 from rekindle.offload.derive import Derivation, derivation_of
+from rekindle.offload.owners import OffloaderSet
 from rekindle.offload.saved_tensors import KeptTensor, OffloadedTensor, changed_in_place, unpack
 from rekindle.regions.backward_cleanup import empty_when_backward_ends
 from rekindle.regions.base import Region, is_replaying
 from rekindle.regions.selective.decisions import AS_PLANNED
-from rekindle.regions.selective.offload_bridge import hooks_of, pause
+from rekindle.regions.selective.offload_bridge import offloader_of
 from rekindle.regions.selective.op_addresses import block_of
 from rekindle.strategy import SavedIndices
 from rekindle.torch_private.autograd_graph import graph_task_id
@@ -42,8 +43,10 @@ from rekindle.torch_private.version_counters import VersionMark, version_of, ver
 class SavedIndicesEngine:
     """Runs the forwards of one function by a `strategy.SavedIndices`."""
 
-    def __init__(self, strategy: SavedIndices) -> None:
+    def __init__(self, strategy: SavedIndices, owner: OffloaderSet | None = None) -> None:
         self.strategy = strategy
+        self.owner = owner
+        """Has the offloader; without one, the owner of what runs does."""
         self.recomputed = frozenset(strategy.recomputed)
         self.offloaded = frozenset(strategy.offloaded)
         self.bits_match: dict[int, bool] = {}
@@ -81,8 +84,9 @@ class SavedIndicesRegion(Region):
         super().__init__(function)
         self._engine = engine
         self._block = block_of(function) if engine.strategy.count else None
-        self._decision = AS_PLANNED[engine.strategy.tier]
-        self._copy_out = hooks_of(self._decision)[0] if engine.offloaded else None
+        self._offloader = None
+        if engine.offloaded:
+            self._offloader = offloader_of(AS_PLANNED[engine.strategy.tier], engine.owner)
         self._dropped: WeakValueDictionary[int, _DroppedResult] = WeakValueDictionary()
         """Results that are not held, by storage: several nodes may save one result."""
         self.saved = 0
@@ -94,8 +98,8 @@ class SavedIndicesRegion(Region):
 
     def end_forward(self, failed: bool) -> None:
         """Have the copies out of the region's tensors begun, and check how many were saved."""
-        if self._copy_out is not None:
-            pause([self._decision], failed)
+        if self._offloader is not None:
+            self._offloader.pause(failed)
         if self._block is not None and not failed:
             self._check_count(self._block)
 
@@ -123,8 +127,8 @@ class SavedIndicesRegion(Region):
         index = self.saved
         self.saved = index + 1
         if index in self._engine.offloaded:
-            assert self._copy_out is not None, "it is there if anything is offloaded"
-            return self._copy_out(x)
+            assert self._offloader is not None, "it is there if anything is offloaded"
+            return self._offloader.pack(x)
         if index in self._engine.recomputed:
             dropped = self._drop(x, index)
             if dropped is not None:

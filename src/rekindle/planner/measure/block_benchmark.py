@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rekindle.modules.apply_strategies import apply_strategies, undo
+from rekindle.offload.owners import OffloaderSet
 from rekindle.planner.measure.memory_meter import bytes_of, metered, unmetered
 from rekindle.planner.measure.timing import Clock
 from rekindle.planner.trace.block_calls import BlockCall
@@ -27,11 +28,14 @@ _HEAD_START = 0.1
 class BlockBenchmark:
     """Measures candidates of one block, which is run alone with the arguments of a call."""
 
-    def __init__(self, call: BlockCall, device: torch.device, clock: Clock) -> None:
+    def __init__(
+        self, call: BlockCall, device: torch.device, clock: Clock, offloaders: OffloaderSet
+    ) -> None:
         self._call = call
         self._block = call.block
         self._device = device
         self._clock = clock
+        self._offloaders = offloaders
         self._head_start = _HEAD_START
         self.output_freed = -1
         """Bytes of the block's output that no candidate so far holds; -1 before the first."""
@@ -89,7 +93,7 @@ class BlockBenchmark:
     def _run_by(self, strategy: Strategy) -> Iterator[None]:
         """Have the block run by a strategy."""
         if strategy != Keep():
-            apply_strategies(self._block, {"": strategy})
+            apply_strategies(self._block, {"": strategy}, offloaders=self._offloaders)
         try:
             yield
         finally:

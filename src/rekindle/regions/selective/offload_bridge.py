@@ -9,7 +9,7 @@ from functools import cache, partial
 from torch import Tensor
 
 from rekindle.offload.offloader import Offloader
-from rekindle.offload.owners import current_owner
+from rekindle.offload.owners import OffloaderSet, current_owner, process_owner
 from rekindle.offload.saved_tensors import KeptTensor, OffloadedTensor, unpack
 from rekindle.regions.selective.decisions import AS_PLANNED, Decision
 from rekindle.regions.selective.held_tensor import Hooks
@@ -29,9 +29,10 @@ def strategy_of(decision: Decision) -> Offload:
 _PLANNED = frozenset(AS_PLANNED.values())
 
 
-def offloader_of(decision: Decision) -> Offloader:
-    """Returns the offloader that carries out a decision for the current owner."""
-    return current_owner().find(decision, strategy_of(decision), decision not in _PLANNED)
+def offloader_of(decision: Decision, owner: OffloaderSet | None = None) -> Offloader:
+    """Returns the offloader that carries out a decision for an owner; else for the current one."""
+    owner = current_owner() if owner is None else owner
+    return owner.find(decision, strategy_of(decision), decision not in _PLANNED)
 
 
 def hooks_of(decision: Decision) -> Hooks:
@@ -46,15 +47,11 @@ def copy_out(decision: Decision, x: Tensor) -> OffloadedTensor | KeptTensor:
     return saved
 
 
-def trim_offloaders() -> None:
-    """Give back what policies and plans have set aside and no activation uses."""
-    current_owner().trim()
-
-
-def begin_backward() -> None:
-    """End the copy-outs of plans: the backward of a model that runs by one begins."""
-    for decision in AS_PLANNED.values():
-        offloader_of(decision).begin_backward()
+def begin_backward(owner: OffloaderSet) -> None:
+    """End the copy-outs of a plan, in eager and in compiled code: its model's backward begins."""
+    for offloader in (*owner, *process_owner):
+        if not offloader.limit_in_flight:
+            offloader.begin_backward()
 
 
 def pause(decisions: Iterable[Decision], failed: bool) -> None:
