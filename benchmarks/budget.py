@@ -1,9 +1,9 @@
-"""Budgets against torch's own checkpointing, whole models: `scripts/bench budget --shape all`.
+"""Budgets and torch's own checkpointing, whole models: `scripts/bench budget --shape all`.
 
-A decoder in two shapes, and a Llama of transformers with its head and loss. Time and activation
-peak of a forward and backward, relative to plain eager in the same run: torch's full and selective
-checkpointing, and plans of ours for shares of the plain activation peak, found as `rekindle.fit`
-finds them, which tries a plan out. What a plan predicted stands beside what was measured.
+The models are a decoder in two shapes, and a Llama of transformers with its head and loss. Measured
+are time and activation peak of a forward and backward, relative to plain eager in the same run, for
+torch's full and selective checkpointing, and for rekindle's plans for shares of the plain
+activation peak. `rekindle.fit` makes and verifies the plans; predictions stand beside measurements.
 """
 
 import time

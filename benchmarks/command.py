@@ -1,4 +1,4 @@
-"""The command line that benchmarks of a whole decoder share: shapes, seconds, where to write."""
+"""The command line that benchmarks of a whole decoder share: shapes, seconds, output path."""
 
 import argparse
 import os

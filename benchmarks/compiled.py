@@ -1,15 +1,15 @@
-"""Fates in compiled layers of a decoder: `scripts/bench compiled --shape all`.
+"""Strategies in compiled layers of a decoder: `scripts/bench compiled --shape all`.
 
-Every layer is compiled alone, as training code does it. Each way to run it is compared with plain
-compiled layers in the same run, and stands beside torch's own; `workload` says what the peak is.
-Gradients are compared with those of plain compiled layers, in steps with deterministic algorithms
-on: whether they are the same bit for bit, and the largest difference relative to the largest
-gradient of the same parameter. A recomputed layer is another graph, which inductor may fuse
-otherwise: then they are close, not the same, and torch's are as close.
+Every layer is compiled alone, as training code does it. Each strategy is compared with plain
+compiled layers in the same run, and with torch's own; `workload` says what the peak is. Gradients
+are compared with those of plain compiled layers, in steps with deterministic algorithms on: whether
+they are the same bit for bit, and the largest difference relative to the largest gradient of the
+same parameter. A recomputed layer is another graph, which inductor may fuse differently: then
+gradients are close, not the same, and torch's are as close.
 
-Torch has no way to offload inside a graph, and its `save_on_cpu` fails around these: it gives back
-what a graph saved with other strides. On a CPU the backend is `aot_eager`, a smoke test for the
-shape `tiny`.
+Torch cannot offload inside a graph, and its `save_on_cpu` fails around these layers: it gives
+tensors back to the graph with other strides. On a CPU the backend is `aot_eager`, a smoke test for
+the shape `tiny`.
 """
 
 from collections.abc import Callable
@@ -255,4 +255,4 @@ def measured(shape: Shape, device: str, seconds: float) -> tuple[str, list[Compi
 
 
 if __name__ == "__main__":
-    main("compiled", "Fates in compiled layers of a decoder.", measured, ["8b", "1b"], 20.0)
+    main("compiled", "Strategies in compiled layers of a decoder.", measured, ["8b", "1b"], 20.0)

@@ -1,9 +1,9 @@
 """The model that every benchmark measures: a Llama-shaped decoder, written once.
 
-Benchmarks can only be compared when they train the same thing. This is a decoder without embedding
+Benchmarks can only be compared if they train the same model. This is a decoder without embedding
 and head, from hidden states to hidden states, in the shapes whose numbers we publish, with no
-dropout. How a block is run is an argument of the forward, so a strategy (plain, checkpointed,
-offloaded, ...) is one function and the model knows none of them.
+dropout. The function that runs a block is an argument of the forward, so a strategy (plain,
+checkpointed, offloaded, ...) is one function, and the model knows none of them.
 
     decoder = Decoder(SHAPES["tiny"], dtype=torch.float32)
     y = decoder(decoder.shape.hidden_states(dtype=torch.float32), run_block=my_strategy)

@@ -1,7 +1,7 @@
 """The tables in README and docs, made from `benchmarks/results/`: `python -m benchmarks.figures`.
 
-Figures are copied by a program, not by hand: each page has a place between two comments, and this
-fills it. `--check` only says whether the pages are up to date.
+Figures are copied by this program, not by hand, into the place between two comments of each page.
+`--check` only says whether the pages are up to date.
 """
 
 import argparse

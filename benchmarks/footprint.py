@@ -1,8 +1,8 @@
-"""What planning itself takes of a device's memory: `scripts/bench footprint [--model all]`.
+"""Device memory that planning itself takes: `scripts/bench footprint [--model all]`.
 
-Stock models of transformers with random weights, each in a process of its own. After a warm step,
-`fit` and `remove` run twice: the bytes on the device before and after each, the peak of planning,
-and beside it the peak of a step with every block recomputed, which planning is held to.
+The models are stock models of transformers with random weights, each in a process of its own. After
+a warm-up step, `fit` and `remove` run twice. Measured are the bytes on the device before and after
+each, the peak of planning, and its bound: the peak of a step with every block recomputed.
 """
 
 import argparse

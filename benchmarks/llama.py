@@ -1,7 +1,7 @@
-"""A Llama of transformers with its head and loss, as a workload: a model that nobody here wrote.
+"""A Llama of transformers with its head and loss, as a workload: a model from another library.
 
 Its weights are random. A strategy runs its layers through the model's own gradient checkpointing:
-what transformers would call `torch.utils.checkpoint` with, it calls the strategy with.
+transformers calls the strategy where it would call `torch.utils.checkpoint`, with its arguments.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""Fair timing, and the form in which results leave: what every benchmark shares.
+"""Fair timing, and the format of results: shared by all benchmarks.
 
-Candidates are timed in turn over many short rounds, in another random order every time: so a noisy
-neighbour or a warming chip hits all of them alike, and none always follows one of its own kind and
-finds the caches warm. A figure is the median over rounds; a difference or a ratio is taken within
-one run, never between runs.
+Variants are timed in turn over many short rounds, each in a new random order: so a busy machine or
+a warming chip affects all of them alike, and none always follows one of its own kind, with warm
+caches. A figure is the median over rounds; a difference or a ratio is taken within one run, never
+between runs.
 """
 
 import gc

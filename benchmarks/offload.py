@@ -1,10 +1,11 @@
 """Activations offloaded from a whole decoder: `scripts/bench offload --shape all`, on a GPU.
 
 Each strategy is timed in turn with plain eager, step by step, and compared with the plain steps of
-its own rounds. Beside time and peak: what was copied each way, what was made again instead, how
-long the device waited, and the pinned memory. `over the link` is the time over the larger of plain
-time and the bytes of both directions at the bandwidth measured in the same run: no strategy that
-moves so much could be faster than 1.0 if copies in both directions came one after the other.
+its own rounds. Beside time and peak, the results have the bytes copied each way, the bytes derived
+instead, how long the device waited, and the pinned memory. `over the link` is the step's time,
+divided by the larger of the plain time and the time of the bytes of both directions at the
+bandwidth measured in the same run: no strategy that moves as many bytes could be below 1.0 if
+copies in both directions came one after the other.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""What a checkpointed region costs the host: `scripts/bench overhead [--json PATH]`.
+"""Host time that a checkpointed region costs: `scripts/bench overhead [--json PATH]`.
 
-On tiny tensors a region's time is almost all Python and dispatch, the same on a GPU that waits for
-its host. The cost is what a checkpointed forward and backward take beyond the work that recomputing
-asks for anyway: two plain forwards and one plain backward of the same function, timed in the same
-round. The cost grows with the tensors that the region saves, which is why three regions are shown.
-A replay that stops early does a little less than the second forward: that counts in its favour.
-So it does for the selective rows, which recompute the cheap ops alone.
+On tiny tensors a region's time is almost all Python and dispatch, as in a host-bound step on a GPU.
+The cost is the time of a checkpointed forward and backward beyond the work of recomputing: two
+plain forwards and one plain backward of the same function, timed in the same round. The cost grows
+with the number of tensors that the region saves, so three regions are shown. A replay that stops
+early does a little less than the second forward, which counts in its favour; so do the selective
+rows, which recompute only the cheap ops.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""How long planning takes, by the number of layers: `scripts/bench planning [--shape all]`.
+"""Seconds that planning takes, by the number of layers: `scripts/bench planning [--shape all]`.
 
-Seconds to profile a decoder of 8, 32 and 128 layers, and to solve for a budget of half of its
-activations: a second budget costs only that. A step of the model stands beside it, because the
-profile runs a few, with every layer recomputed: that part grows with the layers, and the rest,
-measuring each distinct layer alone, does not.
+Measured are the seconds to profile a decoder of 8, 32 and 128 layers, and to solve for a budget of
+half of its activations; a second budget costs only the latter. The time of a step stands beside
+them, because profiling runs a few steps with every layer recomputed: that part grows with the
+layers. The rest, measuring each distinct layer alone, does not.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The picture in docs/budget.md, made from `benchmarks/results/`: `python -m benchmarks.plot`.
 
-Time against peak, both times plain eager's, of torch's checkpointing and of plans. The same results
-give the same file, bit for bit, with the same matplotlib. `--check` only says whether it is made
-from these results.
+It shows time against peak, both relative to plain eager, of torch's checkpointing and of plans. The
+same results give the same file, bit for bit, with the same matplotlib. `--check` only says whether
+the file was made from these results.
 """
 
 import argparse

@@ -1,8 +1,9 @@
-"""What policies hold and replay in one transformer block: `scripts/bench policies [--json PATH]`.
+"""Bytes held and ops replayed in one block, by policy: `scripts/bench policies [--json PATH]`.
 
-Counted, not timed: a block of the shape `8b` runs forward and backward on fake tensors, which have
-sizes and no memory. `held` is what the block's region holds between the two beyond its input, each
-storage once; `replayed` the ops that run again in backward, and of these those that are no views.
+The figures are counted, not timed: a block of the shape `8b` runs forward and backward on fake
+tensors, which have sizes and no memory. `held` is what the block's region holds from forward to
+backward beyond its input, each storage once; `replayed` the ops that run again in backward, and how
+many of these are no views.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Recompute in every layer of a decoder, all or some of it: `scripts/bench recompute --shape all`.
 
-Time and activation peak of a forward and backward, relative to plain eager in the same run. Time
-is wall clock from an idle device to an idle device, so it holds the host's part: `small` is made of
-little else. `workload` says what the peak is and how gradients are compared; the row `plain`
-compares plain eager with plain eager: a "no" there makes the others meaningless.
+Measured are time and activation peak of a forward and backward, relative to plain eager in the same
+run. Time is wall clock from an idle device to an idle device, so it includes host time: the shape
+`small` is host-bound. `workload` says what the peak is and how gradients are compared; the row
+`plain` compares plain eager with plain eager: a "no" there makes the other rows meaningless.
 """
 
 from functools import partial

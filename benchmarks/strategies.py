@@ -1,8 +1,8 @@
-"""The ways to run a block that benchmarks compare, each one function of the block and its input.
+"""Strategies that benchmarks compare, each one function of a block and its input.
 
-They differ in whose engine does it, in what it is asked to preserve, and in whether it recomputes
-the whole block in backward or keeps what matrix products and attention make. They serve the
-benchmark of a whole decoder and the host cost of one region.
+They differ in whose engine runs the block, in the state that it preserves, and in whether it
+recomputes the whole block in backward or keeps the results of matrix products and attention. The
+benchmarks of a whole decoder and of the host cost of one region use them.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,13 +1,13 @@
 """The step that benchmarks of a whole decoder measure: time, peak, and whether gradients agree.
 
-A strategy is a forward: a function of the decoder and its input. The peak is what the allocator
-reached above what it held before the forward (parameters, their gradients, the input); gradients
-exist before and are added to. Memory that was let go but waits for another stream counts until it
-can be used again. On a CPU there is no such counter and the model is float32: a smoke test, for the
-shape `tiny`.
+A strategy is a forward: a function of the decoder and its input. The peak is the allocator's peak,
+less the bytes allocated before the forward (parameters, their gradients, the input); gradients
+exist before the step and are accumulated into. Memory that was freed but waits for another stream
+counts until it can be reused. On a CPU there is no such counter and the model is float32: a smoke
+test, for the shape `tiny`.
 
-Gradients are compared with plain eager's bit for bit, in steps of their own with deterministic
-algorithms on, because attention's usual backward kernel does not even repeat itself.
+Gradients are compared with plain eager's bit for bit, in separate steps with deterministic
+algorithms on, because attention's usual backward kernel differs from run to run.
 """
 
 import gc
