@@ -49,8 +49,13 @@ class Stack(nn.Module):
 
 
 def leaf(*shape: int, **options: Any) -> Tensor:
-    """Random numbers that want a gradient."""
-    return torch.randn(*shape, requires_grad=True, **options)
+    """Random numbers that require a gradient; two rows for a `Stack`, if no shape is given."""
+    return torch.randn(*(shape or (2, 8)), requires_grad=True, **options)
+
+
+def wave(x: Tensor) -> Tensor:
+    """Three ops, each of which saves a tensor."""
+    return x.sin().exp().cos()
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
@@ -62,6 +67,11 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()) and torch.equal(
         a.detach().isnan(), b.detach().isnan()
     )
+
+
+def same_state(a: nn.Module, b: nn.Module) -> bool:
+    one, other = a.state_dict(), b.state_dict()
+    return list(one) == list(other) and all(same_bits(one[key], other[key]) for key in one)
 
 
 def gradients(

@@ -1,4 +1,4 @@
-"""Models that `accelerator.prepare` changes, before fates are given or after."""
+"""Models that `accelerator.prepare` changes, before strategies are given or after."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -75,7 +75,7 @@ plain = functools.cache(train)
 @every_order
 @every_precision
 @every_what
-def test_a_prepared_model_with_fates_trains_as_without_them(
+def test_a_prepared_model_with_strategies_trains_as_without_them(
     what: Any, precision: str, first: str, name: str
 ) -> None:
     expected = plain(name, precision)
@@ -96,7 +96,7 @@ def test_remove_leaves_a_prepared_model_as_it_was_prepared(name: str) -> None:
 
 
 @every_model
-def test_fates_given_before_are_removed_after(name: str) -> None:
+def test_strategies_given_before_are_removed_after(name: str) -> None:
     model = MODELS[name][0]()
     ours.apply(model)
     model = new_accelerator("bf16").prepare(model)
@@ -107,7 +107,7 @@ def test_fates_given_before_are_removed_after(name: str) -> None:
 
 
 @every_order
-def test_an_unwrapped_model_has_its_forward_and_its_fates(first: str) -> None:
+def test_an_unwrapped_model_has_its_forward_and_its_strategies(first: str) -> None:
     accelerator = new_accelerator("bf16")
     model = MODELS["blocks"][0]()
     if first == "apply":

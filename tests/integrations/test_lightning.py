@@ -73,7 +73,7 @@ def curve_of(module: Module) -> list[Tensor]:
 
 @every_precision
 @every_what
-def test_a_module_with_fates_is_fitted_as_without_them(what: Any, precision: str) -> None:
+def test_a_module_with_strategies_is_fitted_as_without_them(what: Any, precision: str) -> None:
     module = Module()
     with rekindle.observe() as seen:
         fit(module, ours.Callback(what), precision=precision)
@@ -83,28 +83,28 @@ def test_a_module_with_fates_is_fitted_as_without_them(what: Any, precision: str
     assert (seen.total.forwards, seen.total.replays) == (3 * STEPS, 3 * STEPS)
 
 
-def has_fates(module: nn.Module) -> bool:
+def is_managed(module: nn.Module) -> bool:
     return any("forward" in vars(each) for each in module.modules())
 
 
-def test_a_module_has_fates_while_it_is_fitted_and_none_after() -> None:
+def test_a_module_has_strategies_while_it_is_fitted_and_none_after() -> None:
     module = Module()
     during: list[bool] = []
 
     class Look(lightning.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, *args: Any) -> None:
-            during.append(has_fates(module))
+            during.append(is_managed(module))
 
     fit(module, ours.Callback(), Look())
     assert during == [True] * STEPS
-    assert not has_fates(module)
+    assert not is_managed(module)
 
 
-def test_a_module_that_fails_has_no_fates_after() -> None:
+def test_a_module_that_fails_has_no_strategies_after() -> None:
     module = Module(fails=True)
     with pytest.raises(KeyError):
         fit(module, ours.Callback())
-    assert not has_fates(module)
+    assert not is_managed(module)
 
 
 def test_modules_are_named_by_their_paths() -> None:
@@ -120,7 +120,7 @@ def test_a_module_without_blocks_is_refused_rather_than_left_as_it_is() -> None:
     module = Module(Mlp())
     with pytest.raises(ValueError, match="No block of Module repeats"):
         fit(module, ours.Callback())
-    assert not has_fates(module)
+    assert not is_managed(module)
 
 
 def test_what_is_saved_is_that_of_the_plain_module(tmp_path: Path) -> None:
@@ -224,21 +224,21 @@ def test_a_budget_is_planned_for_on_the_first_batch(options: Any, calls_itself: 
     assert plan.measured_peak is not None
     assert plan.measured_peak <= plan.budget
     assert any(option.strategy != Keep() for _, _, option in plan.blocks)
-    assert not has_fates(within)
+    assert not is_managed(within)
     assert rekindle.plan_of(within) is None
 
 
 def test_the_plan_is_there_before_the_first_step() -> None:
     pytest.importorskip("scipy")
     module = Wide()
-    fates: list[bool] = []
+    strategies: list[bool] = []
 
     class Look(lightning.Callback):  # type: ignore[misc]
         def on_before_zero_grad(self, *args: Any) -> None:
-            fates.append(rekindle.plan_of(module) is not None)
+            strategies.append(rekindle.plan_of(module) is not None)
 
     fit_wide(module, ours.Callback(budget="80%"), Look())
-    assert fates == [True, True]
+    assert strategies == [True, True]
 
 
 @pytest.mark.parametrize("calls_itself", [False, True], ids=["its model", "itself"])
@@ -277,15 +277,15 @@ def test_an_error_of_memory_in_backward_names_what_was_foreseen() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fit_wide(module, ours.Callback(budget="80%"))
     assert caught.value.__notes__[0].startswith("rekindle: the plan foresaw a peak of ")
-    assert not has_fates(module)
+    assert not is_managed(module)
 
 
-def test_a_budget_that_nothing_fits_ends_the_fit_and_leaves_no_fates() -> None:
+def test_a_budget_that_nothing_fits_ends_the_fit_and_leaves_no_strategies() -> None:
     pytest.importorskip("scipy")
     module = Wide()
     with pytest.raises(rekindle.BudgetError, match="No plan fits into 100 B"):
         fit_wide(module, ours.Callback(budget=100))
-    assert not has_fates(module)
+    assert not is_managed(module)
     assert "log" not in vars(module)
 
 

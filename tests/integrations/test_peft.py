@@ -138,7 +138,7 @@ def test_modules_have_the_paths_that_the_base_has_by_itself() -> None:
     assert str(applied) == "LlamaForCausalLM\n  model.layers.0-2: 3 x LlamaDecoderLayer: recompute"
 
 
-def test_a_base_that_has_fates_already_can_be_adapted() -> None:
+def test_a_base_that_has_strategies_already_can_be_adapted() -> None:
     model = base("llama")
     ours.apply(model)
     config = peft.LoraConfig(
@@ -150,7 +150,7 @@ def test_a_base_that_has_fates_already_can_be_adapted() -> None:
     assert (seen.total.forwards, seen.total.replays) == (3 * STEPS, 3 * STEPS)
 
 
-def test_fates_stay_when_adapters_are_merged_until_they_are_removed() -> None:
+def test_strategies_stay_when_adapters_are_merged_until_they_are_removed() -> None:
     model = adapted("llama")
     ours.apply(model)
     merged = model.merge_and_unload().train().requires_grad_()
@@ -161,7 +161,7 @@ def test_fates_stay_when_adapters_are_merged_until_they_are_removed() -> None:
         ours.remove(merged)
 
 
-def test_prompt_tuning_trains_as_without_fates() -> None:
+def test_prompt_tuning_trains_as_without_strategies() -> None:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
 
     def build() -> Any:

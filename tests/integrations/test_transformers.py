@@ -1,4 +1,4 @@
-"""Models of transformers, trained with fates and without: the same curve, bit for bit."""
+"""Models of transformers, trained with strategies and without: the same curve, bit for bit."""
 
 import copy
 import functools
@@ -147,8 +147,8 @@ def train(model: nn.Module, batch: dict[str, Tensor], steps: int = STEPS) -> Cur
 
 @functools.cache
 def plain(name: str) -> Curve:
-    """Without fates. And without a cache of keys, which lays them out in another way: that alone
-    changes the last bits of GPT-2 and T5."""
+    """The curve without strategies, and without a cache of keys, which lays them out in another
+    way: that alone changes the last bits of GPT-2 and T5."""
     return train(FAMILIES[name].build(use_cache=False), FAMILIES[name].batch())
 
 
@@ -158,7 +158,7 @@ def same(a: Curve, b: Curve) -> bool:
 
 @every_what
 @every_family
-def test_training_with_fates_is_training_without_them(name: str, what: Any) -> None:
+def test_training_with_strategies_is_training_without_them(name: str, what: Any) -> None:
     family = FAMILIES[name]
     model = family.build()
     ours.apply(model, what)
@@ -262,7 +262,7 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copy_has_fates_and_a_cache_of_its_own(
+def test_a_copy_has_strategies_and_a_cache_of_its_own(
     copied: Callable[[nn.Module], nn.Module], llama: nn.Module
 ) -> None:
     ours.apply(llama)
@@ -349,7 +349,7 @@ IN_TRAINER = 3 * STEPS * 2  # layers, steps, micro-batches
 
 @every_precision
 @every_what
-def test_a_callback_gives_fates_for_the_time_of_training(
+def test_a_callback_gives_strategies_for_the_time_of_training(
     what: Any, options: Any, tmp_path: Path
 ) -> None:
     build = FAMILIES["llama"].build

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle import CheckpointImpl, checkpoint_wrapper, offload_wrapper
-from tests.toys import Block, Mlp, Stack, assert_same_step, same_bits
+from tests.toys import Block, Mlp, Stack, assert_same_step, leaf, same_bits
 
 every_impl = pytest.mark.parametrize("impl", list(CheckpointImpl), ids=lambda impl: impl.name)
 spill_wrapper = functools.partial(offload_wrapper, tier="disk", min_bytes=1)
@@ -21,10 +21,6 @@ WRAPPERS = {
     "spill": spill_wrapper,
 }
 every_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 class Scaled(nn.Module):
