@@ -39,8 +39,10 @@ _flash, _mem_efficient, _math, _cudnn = ATTENTION_ALLOWED
 _default_dtype = torch.get_default_dtype
 
 
-def snapshot() -> Ambient:
-    """The surrounding state now."""
+def snapshot(has_cuda: bool | None = None) -> Ambient:
+    """The surrounding state now; `has_cuda` is whether CUDA is in use, where that is known."""
+    if has_cuda is None:
+        has_cuda = cuda_in_use()
     return (
         _default_dtype(),
         _flash(),
@@ -49,7 +51,7 @@ def snapshot() -> Ambient:
         _cudnn(),
         torch_function_on(),
         names.get(),
-        _order() if cuda_in_use() else None,
+        _order() if has_cuda else None,
         casts() if any_autocast() else None,
         torch.get_default_device() if function_modes() else None,
     )

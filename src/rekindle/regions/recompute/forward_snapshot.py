@@ -27,15 +27,15 @@ class ForwardSnapshot:
         preserve_rng_state: bool,
     ) -> None:
         self.inputs = inputs
-        self.ambient = ambient.snapshot()
+        self._had_cuda = had_cuda = cuda_in_use()
+        self.ambient = ambient.snapshot(had_cuda)
         modules, generators, self.sees_all_generators = reached_from(function, args, kwargs)
         self.modules = ModuleState(modules, function) if modules else None
         """None if the function reaches no module."""
         self.rng: rng_state.RngState | None = None
         """None if random numbers may differ in the replay."""
         if preserve_rng_state:
-            self._had_cuda = cuda_in_use()
-            self.rng = rng_state.snapshot(inputs.devices, generators)
+            self.rng = rng_state.snapshot(inputs.devices, generators, had_cuda)
         else:
             self.sees_all_generators = True  # as nobody asks for their state
 
@@ -44,5 +44,5 @@ class ForwardSnapshot:
         self.inputs.close(hooked)
         if self.modules is not None:
             self.modules.close()
-        if self.rng is not None and not self._had_cuda and cuda_in_use():
+        if not self._had_cuda and self.rng is not None and cuda_in_use():
             self.rng = rng_state.with_first_use(self.rng)

@@ -125,7 +125,8 @@ class Inputs:
         """The forward has ended: hold no more than a replay needs."""
         if self.changed() is not None:
             self._args = self._kwargs = None
-        if self._changed is not None or hooked:
+            self._tensors = []
+        elif hooked:
             self._tensors = []
         self._hooks = [len(tensor_hooks(t) or ()) for t in self._tensors]
         if self.state is not None:

@@ -11,6 +11,11 @@ of this function, which may run it or not: its content is compared once, and fro
 did change. A buffer that changes for the first time later is replayed from its new value, with a
 warning.
 
+Note [Buffers that hold what they held]. To replay on stand-ins takes longer than to look whether
+they are needed. Small buffers on the CPU that are the same objects at the same versions and with
+the same content as before the forward were not changed by it, and so will not be by a replay, which
+runs the same ops: it runs on the buffers themselves.
+
 Note [Parameters that were lent]. `torch.func.functional_call` puts tensors in the place of a
 module's parameters for the time of a call, and the replay comes after it. A plain tensor in such a
 place is an argument of the region like any other: it is held, and put there again.
@@ -36,6 +41,8 @@ _SMALL = 1 << 16
 _ENOUGH = 8
 """A module whose buffers did not change in so many uses is taken for one that does not."""
 _LAZY = (UninitializedBuffer, UninitializedParameter)
+_PLAIN_BUFFERS = frozenset((Tensor, type(None)))
+"""Types of buffers that can be compared without running anybody's code."""
 
 _Buffers: TypeAlias = dict[str, Tensor | None]
 _Use: TypeAlias = tuple[Any, bool]
@@ -51,25 +58,32 @@ _exchanging: WeakSet[nn.Module] = WeakSet()
 class ModuleState:
     """Modes, buffers and lent parameters of a region's modules, as its forward found them."""
 
-    __slots__ = ("_attributes", "_before", "_lent", "_modules", "_training", "_watched")
+    __slots__ = (
+        "_attributes",
+        "_before",
+        "_has_stand_ins",
+        "_lent",
+        "_modules",
+        "_training",
+        "_watched",
+    )
 
     def __init__(self, modules: list[nn.Module], function: Any) -> None:
         self._modules = modules
-        use = _use_of(function)
+        use: Any = None
         self._training = [module.training for module in modules]
         self._attributes = module_attributes.attributes_of(modules, function)
         """Note [Attributes that a forward assigns]."""
+        self._has_stand_ins = False
         self._before: list[_Watched] = []
         self._watched: list[_Watched] = []
         self._lent: list[tuple[nn.Module, dict[str, Any]]] = []
         for module in modules:
             if module._buffers:
+                use = use or _use_of(function)
                 self._watched.append(_Watched(module, use))
-            parameters: dict[str, Any] = module._parameters
-            for parameter in parameters.values():
-                if type(parameter) is Tensor:  # Note [Parameters that were lent]
-                    self._lent.append((module, dict(parameters)))
-                    break
+            if Tensor in map(type, module._parameters.values()):  # Note [Parameters that were lent]
+                self._lent.append((module, dict(module._parameters)))
 
     def close(self) -> None:
         """The forward has ended: keep what a replay is to start from, drop the rest."""
@@ -93,12 +107,18 @@ class ModuleState:
         return self._modules[0] in _exchanging
 
     def has_stand_ins(self) -> bool:
-        """Whether a replay runs on copies of buffers."""
-        return bool(self._before or self._watched)
+        """True if the last replay ran on copies of buffers."""
+        return self._has_stand_ins
 
     def is_as_before(self) -> bool:
-        """Whether a replay finds everything as the forward did."""
-        if self._before or self._watched or self._lent or self._attributes is not None:
+        """True if a replay finds everything as the forward did, and will leave it so.
+
+        Note [Buffers that hold what they held].
+        """
+        self._has_stand_ins = False
+        if self._watched or self._lent or self._attributes is not None:
+            return False
+        if self._before and not all(watched.holds_what_it_held() for watched in self._before):
             return False
         return self._training == [module.training for module in self._modules]
 
@@ -115,7 +135,9 @@ class ModuleState:
         """Have everything as the forward found it."""
         copies: dict[int, Tensor] = {}  # modules may share a buffer
         _set_modes(self._modes_and(self._training))
-        for watched in self._changing():
+        changing = self._changing()
+        self._has_stand_ins = bool(changing)
+        for watched in changing:
             _replace(watched.module._buffers, watched.stand_ins(copies))
         for module, lent in self._lent:
             _replace(module._parameters, lent)
@@ -236,6 +258,13 @@ class _Watched:
             if now.get(name) is not buffer:
                 return True
         return self._versions != [_version(buffer) for buffer in self._buffers.values()]
+
+    def holds_what_it_held(self) -> bool:
+        """True if the buffers are those of before the forward, unchanged, and small to compare."""
+        if any(self._costly) or self._looks_changed():
+            return False
+        kinds = set(map(type, self._buffers.values()))
+        return kinds <= _PLAIN_BUFFERS and past_modes(self._equals_copies)
 
     def _has_other_content(self) -> bool:
         """Compare with the copies; this waits for the device, once in a module's life."""

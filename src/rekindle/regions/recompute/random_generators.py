@@ -116,7 +116,9 @@ def parts_of(value: Any) -> list[Any]:
     if kind is types.FunctionType:
         return parts_of_function(value)
     if issubclass(kind, nn.Module):
-        return [*module_parts([value]), *value._modules.values(), *class_parts((kind,))]
+        parts = [*value._modules.values(), *class_parts((kind,))]
+        add_parts(parts, value)
+        return parts
     if is_of_a_library(kind.__module__):  # it stands for a function of the user's
         return [value.__wrapped__]
     return gc.get_referents(value)
@@ -145,8 +147,11 @@ def parts_of_function(function: types.FunctionType) -> list[Any]:
 
 def _add_globals(parts: list[Any], code: types.CodeType, bound: dict[str, Any]) -> None:
     """Add the globals that code names, and functions inside it, where they may lead somewhere."""
-    named = [bound[name] for name in code.co_names if name in bound]
-    parts += [part for part in named if type(part) not in ATOMS]
+    for name in code.co_names:
+        if name in bound:
+            part = bound[name]
+            if type(part) not in ATOMS:
+                parts.append(part)
     for constant in code.co_consts:
         if type(constant) is types.CodeType:
             _add_globals(parts, constant, bound)
@@ -159,24 +164,20 @@ _LAST = _FIRST[-1]
 _are_atoms = ATOMS.issuperset
 
 
-def module_parts(modules: list[nn.Module]) -> list[Any]:
-    """What modules themselves hold that may lead to a generator."""
-    parts: list[Any] = []
-    for module in modules:
-        own = module.__dict__
-        if own["_forward_pre_hooks"] or own["_forward_hooks"]:
-            parts += (own["_forward_pre_hooks"], own["_forward_hooks"])
-        if len(own) > _COUNT:
-            if next(islice(own, _COUNT - 1, None)) == _LAST:
-                if _are_atoms(map(type, islice(own.values(), _COUNT, None))):
-                    continue
-                values = [*islice(own.values(), _COUNT, None)]
-            else:  # it set something before `super().__init__()`
-                values = [own.get(name) for name in own.keys() - frozenset(_FIRST)]
-            for value in values:
-                if type(value) not in ATOMS:
-                    parts.append(value)
-    return parts
+def add_parts(parts: list[Any], module: nn.Module) -> None:
+    """Add what a module itself holds that may lead to a generator."""
+    own = module.__dict__
+    if own["_forward_pre_hooks"] or own["_forward_hooks"]:
+        parts += (own["_forward_pre_hooks"], own["_forward_hooks"])
+    if len(own) <= _COUNT:
+        return
+    if next(islice(own, _COUNT - 1, None)) == _LAST:
+        if _are_atoms(map(type, islice(own.values(), _COUNT, None))):
+            return
+        values = [*islice(own.values(), _COUNT, None)]
+    else:  # it set something before `super().__init__()`
+        values = [own.get(name) for name in own.keys() - frozenset(_FIRST)]
+    parts += [value for value in values if type(value) not in ATOMS]
 
 
 _Path = tuple[str, ...]

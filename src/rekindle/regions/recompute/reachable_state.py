@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from rekindle.regions.recompute.random_generators import (
     ATOMS,
+    add_parts,
     class_parts,
-    module_parts,
     parts_of_function,
     search,
 )
@@ -58,22 +58,28 @@ def reached_from(
             _follow(value, found, _DEPTH)
     if not modules:
         return modules, generators, True
-    modules = _with_children(modules)
-    holders = module_parts(modules) + class_parts(set(map(type, modules)))
+    holders: list[Any] = []
+    modules = _with_children(modules, holders)
+    holders += class_parts(set(map(type, modules)))
     if not holders:
         return modules, generators, True
     held = search(holders, len(modules), set(map(id, modules)))
     return modules, generators + (held or []), held is not None
 
 
-def _with_children(modules: list[nn.Module]) -> list[nn.Module]:
-    """The modules and all that are below them."""
+def _with_children(modules: list[nn.Module], holders: list[Any]) -> list[nn.Module]:
+    """The modules and all that are below them; adds to `holders` what these hold."""
     for module in modules:  # grows while it is walked
+        add_parts(holders, module)
         children = module._modules
         if children:
             modules.extend([child for child in children.values() if child is not None])
             if len(modules) > _MANY:  # also what a module that holds itself comes to
-                return list({below: None for top in modules for below in top.modules()})
+                holders.clear()
+                found = list({below: None for top in modules for below in top.modules()})
+                for each in found:
+                    add_parts(holders, each)
+                return found
     return modules
 
 

@@ -21,6 +21,7 @@ alone, in forward and in replay.
 """
 
 import sys
+from _thread import RLock
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
@@ -97,11 +98,10 @@ class RecomputeRegion(Region):
         self.hooked = hooks is not None
         """True if saved-tensor hooks around the region keep its arguments."""
         self.options = options
-        self.inputs = Inputs(function, args, kwargs, hooks)
-        super().__init__(self.inputs.function)
-        self.start = ForwardSnapshot(
-            self.inputs, function, args, kwargs, options.preserve_rng_state
-        )
+        self.inputs = inputs = Inputs(function, args, kwargs, hooks)
+        self.function = inputs.function
+        self.lock = RLock()
+        self.start = ForwardSnapshot(inputs, function, args, kwargs, options.preserve_rng_state)
         """What a replay starts from."""
         self.saved = SlotTable()
         """What autograd saved in forward."""
@@ -121,7 +121,7 @@ class RecomputeRegion(Region):
         if observation.active:
             self.count_forward(self.inputs.tensors(), held=not self.hooked)
             self._looks_at_saves = self._looks_at_saves or self.watch is not None
-        if not (self.options.plain and self.start.sees_all_generators):
+        if self.contexts or self.trace or not self.start.sees_all_generators:
             self._enter_contexts()
 
     def _enter_contexts(self) -> None:

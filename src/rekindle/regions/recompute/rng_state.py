@@ -22,13 +22,22 @@ _cpu_state = torch.default_generator.get_state
 _set_cpu_state = torch.default_generator.set_state
 
 
-def snapshot(devices: Collection[torch.device], own: Sequence[torch.Generator] = ()) -> RngState:
-    """The state now of the CPU, of the current device, of `devices` and of the generators `own`."""
+def snapshot(
+    devices: Collection[torch.device],
+    own: Sequence[torch.Generator] = (),
+    has_cuda: bool | None = None,
+) -> RngState:
+    """The state now of the CPU, of the current device, of `devices` and of the generators `own`.
+
+    `has_cuda` is whether CUDA is in use, where that is known.
+    """
     named = DefaultDeviceType._default_device_type
-    if not (devices or own or cuda_in_use()) and named in (None, "cpu", "cuda", "meta"):
+    if has_cuda is None:
+        has_cuda = cuda_in_use()
+    if not (devices or own or has_cuda) and named in (None, "cpu", "cuda", "meta"):
         return _cpu_state(), ()
     generators = {id(generator): generator for generator in own}
-    if cuda_in_use():
+    if has_cuda:
         current = torch.cuda.default_generators[current_cuda_device()]
         generators[id(current)] = current
     if not devices and named is not None:
