@@ -4,6 +4,8 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
+from torch import Tensor
 
 from rekindle.offload.owners import forget_shared
 
@@ -15,3 +17,8 @@ def own_offloaders() -> Iterator[None]:
     yield
     forget_shared()
     gc.collect()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(64, 64, device="cuda", requires_grad=True)

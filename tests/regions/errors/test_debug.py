@@ -13,11 +13,6 @@ from rekindle.regions.selective.policy_contexts import CachingMode
 from tests.toys import Block, assert_same_step
 
 
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(4, 8, requires_grad=True)
-
-
 class Region:
     """A hundred ops, one that may differ, a hundred more."""
 

@@ -29,11 +29,6 @@ def settings_put_back() -> Iterator[None]:
     vars(SETTINGS).clear()
 
 
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(4, 8, requires_grad=True)
-
-
 def line_of(function: Any, text: str) -> str:
     """`file:line` of the line of a function that holds this text."""
     source, first = inspect.getsourcelines(function)

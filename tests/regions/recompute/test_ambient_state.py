@@ -14,11 +14,6 @@ import rekindle
 from tests.toys import assert_same_step
 
 
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(4, 8, requires_grad=True)
-
-
 @pytest.fixture(autouse=True)
 def defaults_put_back() -> Iterator[None]:
     yield

@@ -1,17 +1,16 @@
-"""What a region may be called with, what it may return, and what is refused at the call."""
+"""Arguments of any kind reach a region and its replay."""
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass
 
 import rekindle
+from tests.regions.recompute.calls import assert_same_as_plain, leaf
 from tests.toys import Block, Mlp, assert_same_step, gradients, same_bits
 
 
@@ -23,37 +22,9 @@ class Batch:
     scale: float = 2.0
 
 
-@dataclasses.dataclass
-class Result:
-    """An output that is a dataclass; a pytree, so that `toys.total` sees its tensors."""
-
-    logits: Tensor
-    name: str
-
-
-register_dataclass(Result)
-
-
 class Pair(NamedTuple):
     first: Tensor
     second: Tensor
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
-
-
-def assert_same_as_plain(
-    region: Callable[..., Any], leaves: list[Tensor], *args: Any, **kwargs: Any
-) -> None:
-    """The region runs, replays exactly once, and trains as the plain call does."""
-    with rekindle.observe() as seen:
-        assert_same_step(
-            lambda: region(*args, **kwargs),
-            lambda: rekindle.checkpoint(region, *args, **kwargs),
-            leaves,
-        )
-    assert (seen.total.forwards, seen.total.replays) == (1, 1)
 
 
 # What goes in
@@ -308,190 +279,3 @@ def test_a_parameter_unfrozen_before_backward_never_gives_wrong_gradients() -> N
     except rekindle.CheckpointError:
         return
     assert all(map(same_bits, plain, ours))
-
-
-# What comes out
-
-
-def test_a_tuple_output_works() -> None:
-    x = leaf(3)
-    assert_same_as_plain(lambda x: (x.sin().sin(), x.cos().cos(), 3), [x], x)
-
-
-def test_a_nested_dict_output_works() -> None:
-    x = leaf(3)
-    assert_same_as_plain(lambda x: {"a": x.sin().sin(), "b": [x.cos().cos(), None]}, [x], x)
-
-
-def test_a_dataclass_output_works() -> None:
-    x = leaf(3)
-    assert_same_as_plain(lambda x: Result(x.sin().sin(), "logits"), [x], x)
-
-
-def test_an_output_that_is_an_input_works() -> None:
-    x = leaf(3)
-    assert_same_as_plain(lambda x: (x, x.sin().sin()), [x], x)
-
-
-def test_an_output_without_gradient_works() -> None:
-    x = leaf(3)
-    assert_same_as_plain(lambda x: (x.sin().sin(), x.argmax(), x.detach().exp()), [x], x)
-
-
-def test_a_region_that_returns_nothing_returns_none() -> None:
-    assert rekindle.checkpoint(lambda x: None, leaf(3)) is None
-
-
-# The decorator form
-
-
-def test_the_decorator_form_runs_the_function_as_a_region() -> None:
-    x = leaf(3)
-
-    @rekindle.checkpoint(use_reentrant=False)
-    def region(x: Tensor, scale: float) -> Tensor:
-        return (x * scale).sin().sin()
-
-    with rekindle.observe() as seen:
-        assert_same_step(lambda: (x * 2.0).sin().sin(), lambda: region(x, scale=2.0), [x])
-    assert (seen.total.forwards, seen.total.replays) == (1, 1)
-
-
-def test_the_decorator_form_keeps_the_functions_name() -> None:
-    @rekindle.checkpoint()
-    def region(x: Tensor) -> Tensor:
-        """Says what it is."""
-        return x
-
-    assert (region.__name__, region.__doc__) == ("region", "Says what it is.")
-
-
-def test_the_decorator_form_passes_its_options_on() -> None:
-    entered = []
-
-    def contexts() -> Any:
-        entered.append("asked")
-        return nullcontext(), nullcontext()
-
-    @rekindle.checkpoint(context_fn=contexts)
-    def region(x: Tensor) -> Tensor:
-        return x.sin()
-
-    region(leaf(3))
-    region(leaf(3))
-    assert entered == ["asked", "asked"]
-
-
-def test_the_decorator_form_works_on_methods() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = Mlp()
-
-        @rekindle.checkpoint()
-        def forward(self, x: Tensor) -> Tensor:
-            return self.mlp(x)
-
-    model, x = Model(), leaf(2, 8)
-    assert_same_step(lambda: model.mlp(x), lambda: model(x), [x, *model.parameters()])
-
-
-# What is refused
-
-
-@pytest.mark.parametrize("place", [lambda i: (i,), lambda i: ([i],), lambda i: ({"a": (i,)},)])
-def test_an_iterator_as_argument_is_a_type_error(place: Callable[[Any], tuple[Any, ...]]) -> None:
-    with pytest.raises(TypeError, match=r"iterator.*Pass a list or a tuple"):
-        rekindle.checkpoint(next, *place(iter([leaf(3)])))
-
-
-def test_a_generator_object_as_keyword_argument_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match=r"iterator \(generator\)"):
-        rekindle.checkpoint(list, xs=(x for x in [leaf(3)]))
-
-
-def test_a_generator_function_is_a_type_error() -> None:
-    def region(x: Tensor) -> Iterator[Tensor]:
-        yield x.sin()
-
-    with pytest.raises(TypeError, match="returns a generator: it has not run yet"):
-        rekindle.checkpoint(region, leaf(3))
-
-
-def test_a_coroutine_function_is_a_type_error() -> None:
-    coroutines = []
-
-    async def work(x: Tensor) -> Tensor:
-        return x.sin()
-
-    def region(x: Tensor) -> Any:
-        coroutines.append(work(x))
-        return coroutines[-1]
-
-    with pytest.raises(TypeError, match="returns a coroutine: it has not run yet"):
-        rekindle.checkpoint(region, leaf(3))
-    coroutines[0].close()
-
-
-def test_an_unknown_determinism_check_is_a_value_error_that_lists_the_known() -> None:
-    with pytest.raises(ValueError, match=r"\['default', 'none', 'values'\], but got 'typo'"):
-        rekindle.checkpoint(torch.sin, leaf(3), determinism_check="typo")  # type: ignore[arg-type]
-
-
-def test_a_context_fn_that_is_not_callable_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match=r"context_fn should be a function .* but got tuple"):
-        rekindle.checkpoint(torch.sin, leaf(3), context_fn=(1, 2))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("function", [5, "sin", torch.ones(1)])
-def test_a_function_that_is_not_callable_is_a_type_error_that_says_so(function: Any) -> None:
-    with pytest.raises(TypeError, match=rf"checkpoint\(\).* {type(function).__name__}"):
-        rekindle.checkpoint(function, leaf(3))
-
-
-def test_decorating_what_is_not_callable_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="decorates a function, not int"):
-        rekindle.checkpoint(use_reentrant=False)(5)
-
-
-def test_arguments_without_a_function_are_a_type_error() -> None:
-    with pytest.raises(TypeError, match="arguments but no function"):
-        rekindle.checkpoint(None, leaf(3))
-
-
-def test_the_reentrant_variant_refuses_keyword_arguments() -> None:
-    with pytest.raises(ValueError, match="Unexpected keyword arguments: scale"):
-        rekindle.checkpoint(torch.sin, leaf(3), use_reentrant=True, scale=2)
-
-
-@pytest.mark.parametrize(
-    "option", [{"debug": True}, {"context_fn": lambda: (nullcontext(), nullcontext())}]
-)
-def test_the_reentrant_variant_refuses_context_fn_and_debug(option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="only supported when use_reentrant=False"):
-        rekindle.checkpoint(torch.sin, leaf(3), use_reentrant=True, **option)
-
-
-def test_a_refused_call_leaves_no_region_open() -> None:
-    x = leaf(3)
-    with pytest.raises(TypeError):
-        rekindle.checkpoint(lambda x: x, iter([]))
-    with rekindle.observe() as seen:
-        x.sin().sin().sum().backward()
-    assert (seen.total.forwards, seen.total.activations_dropped) == (0, 0)
-
-
-def test_a_decorated_function_may_have_a_parameter_named_like_an_option() -> None:
-    x = leaf(3)
-
-    def scaled(x: Tensor, debug: float) -> Tensor:
-        return (x * debug).sin()
-
-    assert_same_step(
-        lambda: scaled(x, debug=2.0), lambda: rekindle.checkpoint()(scaled)(x, debug=2.0), [x]
-    )
-
-
-def test_a_context_fn_that_returns_no_two_contexts_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="two context managers, but returned int"):
-        rekindle.checkpoint(torch.sin, leaf(3), context_fn=lambda: 3)

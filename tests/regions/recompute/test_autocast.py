@@ -17,11 +17,6 @@ def bf16(**options: Any) -> AbstractContextManager[Any]:
 
 
 @pytest.fixture
-def x() -> Tensor:
-    return torch.randn(4, 8, requires_grad=True)
-
-
-@pytest.fixture
 def block() -> Block:
     return Block()
 

@@ -13,11 +13,6 @@ import rekindle
 from tests.toys import Block, Stack, assert_same_step
 
 
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(4, 8, requires_grad=True)
-
-
 def test_dropout_mask_is_the_same_in_replay(x: Tensor) -> None:
     y = rekindle.checkpoint(dropout, x, 0.5)
     y.sum().backward()

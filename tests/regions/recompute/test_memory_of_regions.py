@@ -1,21 +1,19 @@
-"""What a region holds, and that nothing outlives its use, all without the garbage collector."""
+"""What regions hold between forward and backward, and that nothing of it stays."""
 
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import rekindle
 from rekindle.regions.recompute.recompute_region import RecomputeRegion
 from rekindle.regions.recompute.slots import Slot
+from tests.regions.recompute.living import Storages, count, five, leaf
 from tests.toys import Mlp
 
 
@@ -27,43 +25,6 @@ def no_garbage_collector() -> Iterator[None]:
     gc.freeze()
     yield
     gc.enable()
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
-
-
-def count(kind: type) -> int:
-    return sum(type(thing) is kind for thing in gc.get_objects())
-
-
-class Storages(TorchDispatchMode):
-    """Every storage that an op made while this was entered, by a weak reference."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        out = func(*args, **(kwargs or {}))
-        for storage in _storages(out):
-            if storage._cdata not in given:
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return out
-
-    def alive(self) -> list[int]:
-        """Bytes of each storage that still lives."""
-        return sorted(size for weak, size in self._made.values() if not weak.expired())
-
-
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def five(x: Tensor) -> Tensor:
-    """Five ops; autograd holds `x` and two activations of its size, exp's and tanh's results."""
-    return x.sin().exp().cos().tanh().sin()
 
 
 def wide(x: Tensor) -> Tensor:
@@ -344,144 +305,3 @@ def test_reading_a_batch_norm_in_a_region_leaves_no_copies_behind() -> None:
         del out
         assert storages.alive() == []
     assert (count(RecomputeRegion), count(Slot)) == (0, 0)
-
-
-# After exceptions
-
-
-def raised(call: Callable[[], Any]) -> str:
-    """The name of the error that a call ends in; the error itself dies here."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001
-        return type(error).__name__
-    return "none"
-
-
-def test_an_exception_in_forward_leaves_nothing() -> None:
-    x = leaf(8)
-
-    def region(x: Tensor) -> Tensor:
-        five(x)
-        raise ValueError("forward")
-
-    with Storages() as storages:
-        assert raised(lambda: rekindle.checkpoint(region, x * 2)) == "ValueError"
-        assert storages.alive() == []
-    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
-
-
-def test_an_exception_in_replay_leaves_nothing_but_the_graph() -> None:
-    x = leaf(8)
-
-    def region(x: Tensor) -> Tensor:
-        x = five(x)
-        if rekindle.is_recomputing():
-            raise ValueError("replay")
-        return five(x)
-
-    with Storages() as storages:
-        loss = rekindle.checkpoint(region, x * 2).sum()
-        assert raised(loss.backward) == "ValueError"
-        assert storages.alive() == [4, 32]
-        del loss
-        assert storages.alive() == []
-    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
-
-
-@pytest.mark.parametrize("determinism_check", ["default", "values"])
-def test_a_replay_that_does_not_match_leaves_nothing_when_its_outputs_die(
-    determinism_check: Any,
-) -> None:
-    x = leaf(8)
-
-    def region(x: Tensor) -> Tensor:
-        return five(x[:4] if rekindle.is_recomputing() else x)
-
-    with Storages() as storages:
-        loss = rekindle.checkpoint(region, x * 2, determinism_check=determinism_check).sum()
-        assert raised(loss.backward) == "CheckpointError"
-        del loss
-        assert storages.alive() == []
-    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
-
-
-@pytest.mark.parametrize("retain_graph", [False, True])
-def test_a_modified_activation_leaves_nothing_but_the_graph(retain_graph: bool) -> None:
-    """Its error is raised from where the activation was to be; the two must not hold each other."""
-    x = leaf(8)
-
-    def region(x: Tensor) -> Tensor:
-        hidden = x.exp()
-        out = hidden.sin()
-        hidden.add_(1)
-        return out.cos().sin()
-
-    loss = rekindle.checkpoint(region, x * 2).sum()
-    assert raised(partial(loss.backward, retain_graph=retain_graph)) == "CheckpointError"
-    del loss
-    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
-
-
-def test_a_changed_argument_leaves_nothing_but_the_graph() -> None:
-    x = leaf(8)
-    hidden = x * 2
-    loss = rekindle.checkpoint(five, hidden).sum()
-    with torch.no_grad():
-        hidden.add_(1)
-    assert raised(loss.backward) == "CheckpointError"
-    del loss, hidden
-    assert (count(RecomputeRegion), count(Slot)) == (0, 0)
-
-
-def test_an_exception_elsewhere_in_a_backward_for_chosen_inputs_leaves_nothing_replayed() -> None:
-    x, y = leaf(8), leaf(8)
-
-    def fail(grad: Tensor) -> None:
-        raise ValueError("hook")
-
-    with Storages() as storages:
-        hidden = x * 2
-        hidden.register_hook(fail)
-        loss = rekindle.checkpoint(lambda x, y: five(x) * five(y), hidden, y * 2).sum()
-        del hidden
-        assert raised(partial(loss.backward, inputs=[x], retain_graph=True)) == "ValueError"
-        assert storages.alive() == [4, 32, 32]  # the loss, and the two inputs
-
-
-def test_early_stop_leaves_no_traceback_behind() -> None:
-    x, locals_of_region = leaf(8), []
-
-    class Local:
-        pass
-
-    def region(x: Tensor) -> Tensor:
-        local = Local()
-        locals_of_region.append(weakref.ref(local))
-        return five(x)
-
-    loss = rekindle.checkpoint(region, x).sum()
-    loss.backward(retain_graph=True)
-    assert [local() for local in locals_of_region] == [None, None]
-
-
-def test_the_function_and_what_it_holds_die_with_the_outputs() -> None:
-    class Owner:
-        def __call__(self, x: Tensor) -> Tensor:
-            return five(x)
-
-    owner = Owner()
-    alive = weakref.ref(owner)
-    out = rekindle.checkpoint(owner, leaf(8))
-    del owner
-    assert alive() is not None
-    del out
-    assert alive() is None
-
-
-def test_a_module_run_in_a_region_dies_with_its_last_user() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    alive = weakref.ref(model[1])
-    rekindle.checkpoint(model, leaf(3, 4)).sum().backward()
-    del model
-    assert alive() is None
