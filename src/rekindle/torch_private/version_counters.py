@@ -17,10 +17,10 @@ Every place that reasons by version counter, and what makes it right:
   saved: by `VersionMark` as well.
 - `offload.derive` takes version 0 of a tensor that fills its storage for the result of the op
   behind its `grad_fn`. Note [When a node tells the whole truth].
-- `Saved`, `Kept`, `HeldTensor`, `Inputs`, `_Aside`, `_DroppedTensor` and the slots of a replay ask
-  of one tensor whether *it* was changed: each looks at the counter of that tensor, or of an alias
-  that shares it (`detached`, `versions_of`). Chunks do not overlap, so a write to one of them
-  changes no other.
+- `Saved`, `Kept`, `HeldTensor`, `Inputs`, `_CachedTensor`, `_DroppedTensor` and the slots of a
+  replay ask of one tensor whether *it* was changed: each looks at the counter of that tensor, or of
+  an alias that shares it (`detached`, `versions_of`). Chunks do not overlap, so a write to one of
+  them changes no other.
 - `regions.selective.tensor_table` does not ask: an op that changes a tensor, by its schema, changes
   everything in the same storage.
 """

@@ -1,9 +1,10 @@
-"""The two modes that stand for a policy, as `create_selective_checkpoint_contexts` returns them.
+"""The two dispatch modes of a policy, as `create_selective_checkpoint_contexts` returns them.
 
-`rekindle.checkpoint` knows these modes and records the region instead of entering them. They also
-work by themselves, for whoever enters them around a forward and its replay: torch's own engine, or
-a subclass, which other people's code makes of them. Then a result that is kept is put aside in
-forward, and in the replay the op does not run and gives that result again.
+`rekindle.checkpoint` takes the policy out of them and records the region instead of entering them;
+a policy that is given as `context_fn` makes none. They also work by themselves, for whoever enters
+them around a forward and its replay: torch's own engine, or subclasses in other people's code. Then
+a result that is kept is cached in forward, and in the replay the op does not run and the cached
+result is returned.
 """
 
 from collections import defaultdict
@@ -26,7 +27,7 @@ from rekindle.torch_private.version_counters import detached, version_of
 def contexts_of(
     policy: Any, allow_cache_entry_mutation: bool = False
 ) -> tuple["CachingMode", "CachedMode"]:
-    """The two modes of one call of a region; torch's own where its compiler is to see them."""
+    """The two modes of one call of a region; torch's own while a graph is traced."""
     if is_traced():
         return _contexts_in_graphs[-1](policy)  # type: ignore[no-any-return]
     storage: dict[Any, dict[int, Any]] = defaultdict(dict)
@@ -61,9 +62,10 @@ class PolicyState:
     def context(
         self, op: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool
     ) -> SelectiveCheckpointContext:
-        number = id(op)
-        index = self._seen[number]
-        self._seen[number] = index + 1
+        """The context of one op, for a policy; counts the op."""
+        key = id(op)
+        index = self._seen[key]
+        self._seen[key] = index + 1
         return SelectiveCheckpointContext(
             is_recompute=is_recompute,
             op_output=out,
@@ -78,7 +80,7 @@ class PolicyState:
 
 
 class _SelectiveMode(TorchDispatchMode):
-    """Either of the two modes."""
+    """The base of the two modes."""
 
     supports_higher_order_operators = True
 
@@ -86,7 +88,7 @@ class _SelectiveMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.policy_fn = policy_fn
         self.storage = storage
-        self._counter = PolicyState()
+        self._state = PolicyState()
         self._seen: defaultdict[Any, int] = defaultdict(int)
 
     @classmethod
@@ -94,18 +96,19 @@ class _SelectiveMode(TorchDispatchMode):
         return True
 
     def __enter__(self) -> Any:
-        self._counter = PolicyState()
+        self._state = PolicyState()
         self._seen.clear()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def _number(self, func: Any) -> int:
+        """Number of runs of an op so far; counts one more."""
         number = self._seen[func]
         self._seen[func] += 1
         return number
 
 
 class CachingMode(_SelectiveMode):
-    """Entered around a forward: puts aside what the policy keeps."""
+    """Caches the results that the policy keeps: entered around a forward."""
 
     def __init__(self, policy_fn: Any, storage: Any, ac_graph_id: Any = None) -> None:
         super().__init__(policy_fn, storage)
@@ -119,15 +122,15 @@ class CachingMode(_SelectiveMode):
         if func in SAC_IGNORED_OPS:
             return out
         number = self._number(func)
-        told = self._counter.context(func, out, args, kwargs, is_recompute=False)
-        answer = self.policy_fn(told, func, *args, **kwargs)
+        context = self._state.context(func, out, args, kwargs, is_recompute=False)
+        answer = self.policy_fn(context, func, *args, **kwargs)
         if decision_of(answer) is not Decision.RECOMPUTE and any(map(_is_tensor, tree_leaves(out))):
-            self.storage[func][number] = tree_map(_put_aside, out)
+            self.storage[func][number] = tree_map(_cached, out)
         return out
 
 
 class CachedMode(_SelectiveMode):
-    """Entered around the replay: gives back what was put aside."""
+    """Returns cached results in place of running their ops: entered around a replay."""
 
     def __init__(
         self, policy_fn: Any, storage: Any, allow_cache_entry_mutation: bool = False
@@ -144,10 +147,10 @@ class CachedMode(_SelectiveMode):
         number = self._number(func)
         if number not in kept:
             return func(*args, **(kwargs or {}))
-        return tree_map(self._taken_out, kept[number])
+        return tree_map(self._uncached, kept[number])
 
-    def _taken_out(self, kept: Any) -> Any:
-        if not isinstance(kept, _Aside):
+    def _uncached(self, kept: Any) -> Any:
+        if not isinstance(kept, _CachedTensor):
             return kept
         if not self.allow_cache_entry_mutation and version_of(kept.tensor) != kept.version:
             raise CheckpointError(
@@ -161,7 +164,7 @@ class CachedMode(_SelectiveMode):
 _OURS = (CachingMode, CachedMode)
 
 
-class _Aside:
+class _CachedTensor:
     """A kept tensor and the version it had."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -173,5 +176,5 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
 
 
-def _put_aside(leaf: Any) -> Any:
-    return _Aside(leaf) if isinstance(leaf, Tensor) else leaf
+def _cached(leaf: Any) -> Any:
+    return _CachedTensor(leaf) if isinstance(leaf, Tensor) else leaf
