@@ -1,4 +1,4 @@
-"""What each rank of `test_ddp.py` runs: every case, with regions and without."""
+"""Runs the cases of `test_ddp.py`: DDP around a model, with regions and without."""
 
 import sys
 import warnings
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
-from tests.ranks import fork_ranks, process_group
+from tests.ranks import Cases, local_gradients, run_worlds
 from tests.toys import Block
 
 WORLD = 2
@@ -65,7 +66,7 @@ class Model(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def train(case: Case, checkpointed: bool, rank: int) -> dict[str, Any]:
+def train(case: Case, checkpointed: bool) -> dict[str, Any]:
     """Some steps; the gradients of each, and the model and the counts after all."""
     torch.manual_seed(0)
     model = Model(checkpointed, unused=case.find_unused or case.static)
@@ -76,7 +77,7 @@ def train(case: Case, checkpointed: bool, rank: int) -> dict[str, Any]:
         bucket_cap_mb=0.001,  # several buckets
     )
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    torch.manual_seed(100 + rank)
+    torch.manual_seed(100 + dist.get_rank())
     grads: list[dict[str, Tensor | None]] = []
     with rekindle.observe() as seen:
         for step in range(STEPS):
@@ -84,28 +85,21 @@ def train(case: Case, checkpointed: bool, rank: int) -> dict[str, Any]:
             for left in reversed(range(case.micro_batches(step))):
                 with parallel.no_sync() if left else nullcontext():
                     parallel(torch.randn(4, 8)).square().sum().backward()
-            grads.append(
-                {
-                    name: None if p.grad is None else p.grad.clone()
-                    for name, p in model.named_parameters()
-                }
-            )
+            grads.append(local_gradients(model))
             optimizer.step()
     counts = seen.total.forwards, seen.total.replays
     return {"grads": grads, "state": model.state_dict(), "counts": counts}
 
 
-def work(rank: int, folder: Path) -> None:
-    """Run every case with and without regions, and leave the results in a file."""
+def cases(_folder: Path) -> Cases:
+    """Every case with and without regions."""
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-    with process_group(rank, WORLD, folder / "rendezvous"):
-        results = {
-            (str(case), checkpointed): train(case, checkpointed, rank)
-            for case in CASES
-            for checkpointed in (False, True)
-        }
-        torch.save(results, folder / f"{rank}.pt")
+    return {
+        (str(case), checkpointed): partial(train, case, checkpointed)
+        for case in CASES
+        for checkpointed in (False, True)
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(fork_ranks(partial(work, rank, Path(sys.argv[1])) for rank in range(WORLD)))
+    sys.exit(run_worlds({WORLD: cases}))

@@ -2,25 +2,16 @@
 
 import re
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import rekindle
-from tests.distributed.parallel_worker import (
-    CASES,
-    DEPTH,
-    GATHERS,
-    WORLDS,
-    Case,
-    Outcome,
-    counted,
-    world_of,
-)
-from tests.ranks import ROOT, run_worker
+from tests.distributed.parallel_cases import CASES, Case
+from tests.distributed.parallel_model import DEPTH, GATHERS, Outcome, counted
+from tests.distributed.parallel_worker import WORLDS
+from tests.ranks import ROOT, RankResults, results_of_worker
 from tests.toys import same_bits
 
 pytestmark = pytest.mark.skipif(
@@ -29,34 +20,21 @@ pytestmark = pytest.mark.skipif(
 
 
 class Results:
-    """What every rank got, by case and way."""
+    """The outcomes of every rank, by case and way."""
 
-    def __init__(self, folder: Path) -> None:
-        self._ranks = {
-            world: [_loaded(world.file(folder, rank)) for rank in range(world.size)]
-            for world in WORLDS
-        }
+    def __init__(self, results: RankResults) -> None:
+        self._results = results
 
     def of(self, case: Case, way: str) -> list[Outcome]:
         """The outcomes of all ranks, if none failed."""
-        ranks = self._ranks[world_of(case)]
-        assert all((case.name, way) in rank for rank in ranks), "a process died"
-        outcomes = [Outcome(**rank[case.name, way]) for rank in ranks]
-        for rank, outcome in enumerate(outcomes):
-            assert not outcome.error, f"rank {rank}, {way}: {outcome.error}"
-        return outcomes
-
-
-def _loaded(path: Path) -> dict[tuple[str, str], Any]:
-    return torch.load(path) if path.exists() else {}
+        return [Outcome(**found) for found in self._results.of((case.name, way), case.world)]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """All cases of both worlds, in one go."""
     folder = tmp_path_factory.mktemp("distributed")
-    run_worker("tests.distributed.parallel_worker", folder)
-    return Results(folder)
+    return Results(results_of_worker("tests.distributed.parallel_worker", folder, WORLDS))
 
 
 def named(part: str) -> list[Case]:

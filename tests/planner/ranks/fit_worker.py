@@ -1,6 +1,5 @@
-"""One rank that fits a model under DDP and under FSDP2, and writes what it found as JSON."""
+"""Runs the cases of `test_fit_on_ranks.py`: a model is fitted under DDP and under FSDP2."""
 
-import json
 import sys
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,10 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
 from benchmarks.decoder import SHAPES, Decoder
-from tests.ranks import fork_ranks, process_group
+from tests.ranks import Cases, local, run_worlds
 from tests.wrong import wrong_recompute
-
-WORLD = 2
 
 
 def sharded(model: Decoder) -> nn.Module:
@@ -28,10 +25,6 @@ def sharded(model: Decoder) -> nn.Module:
 
 
 KINDS = {"ddp": DistributedDataParallel, "fsdp": sharded}
-
-
-def local(gradient: Any) -> Tensor:
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
 def refused(model: nn.Module, x: Tensor) -> bool:
@@ -73,12 +66,9 @@ def found(kind: str) -> dict[str, Any]:
     }
 
 
-def work(rank: int, folder: Path) -> None:
-    with process_group(rank, WORLD, folder / "rendezvous"):
-        results = {kind: found(kind) for kind in KINDS}
-        (folder / f"{rank}.json").write_text(json.dumps(results))
-        dist.barrier()
+def cases(_folder: Path) -> Cases:
+    return {kind: partial(found, kind) for kind in KINDS}
 
 
 if __name__ == "__main__":
-    sys.exit(fork_ranks(partial(work, rank, Path(sys.argv[1])) for rank in range(WORLD)))
+    sys.exit(run_worlds({2: cases}))

@@ -1,10 +1,9 @@
-"""One rank that plans where gradients are reduced, and writes what became of them as JSON.
+"""Runs the cases of `test_reducers.py`: ranks plan where gradients are reduced.
 
 Each case trains a model twice from the same start, once with `fit` in the middle and once without:
 what comes out has to be the same, bit for bit.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
 from rekindle.planner.measure.memory_meter import bytes_of
-from tests.ranks import fork_ranks, process_group
+from tests.ranks import Cases, local, run_worlds
 from tests.storages import PolledBytes
 
 WORLD = 2
@@ -65,10 +64,6 @@ def batch(number: int) -> Tensor:
 
 def loss(out: Tensor) -> Tensor:
     return out.square().mean()
-
-
-def local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def backward(model: nn.Module, number: int) -> None:
@@ -366,22 +361,19 @@ def has_trainer() -> bool:
     return all(find_spec(name) is not None for name in ("transformers", "accelerate"))
 
 
-def work(rank: int, folder: Path) -> None:
-    with process_group(rank, WORLD, folder / "rendezvous"):
-        cases = {**CASES, "hybrid accumulation": hybrid_accumulation()}
-        results: dict[str, Any] = {name: is_same(case) for name, case in cases.items()}
-        results["static"] = {
-            "sharded": static(sharded(), batch(0)),
-            "tensor parallel": static(tensor_parallel(), batch(0)),
-        }
-        results["peaks"] = peaks()
-        results["shares"] = shares()
-        results["trainer"] = is_trained_the_same(folder) if has_trainer() else None
-        (folder / f"{rank}.json").write_text(json.dumps(results))
-        dist.barrier()
+def cases(folder: Path) -> Cases:
+    compared = {**CASES, "hybrid accumulation": hybrid_accumulation()}
+    return {
+        **{name: partial(is_same, case) for name, case in compared.items()},
+        "static, sharded": lambda: static(sharded(), batch(0)),
+        "static, tensor parallel": lambda: static(tensor_parallel(), batch(0)),
+        "peaks": peaks,
+        "shares": shares,
+        **({"trainer": partial(is_trained_the_same, folder)} if has_trainer() else {}),
+    }
 
 
 if __name__ == "__main__":
     if has_trainer():
         import rekindle.integrations.transformers
-    sys.exit(fork_ranks(partial(work, rank, Path(sys.argv[1])) for rank in range(WORLD)))
+    sys.exit(run_worlds({WORLD: cases}))

@@ -1,6 +1,5 @@
 """`fit` where gradients are reduced or sharded: training goes on as if it had not been called."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle.torch_private import fsdp
-from tests.ranks import run_worker
+from tests.ranks import RankResults, results_of_worker
 from tests.toys import same_bits
 
 if not dist.is_available():
@@ -27,34 +26,31 @@ from torch.nn.parallel import DistributedDataParallel
 from rekindle.planner.placement import compute_device
 from tests.planner.ranks import reducers_worker as worker
 
-Results = list[dict[str, Any]]
-
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each rank found."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
+    """The results of both ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_worker("tests.planner.ranks.reducers_worker", folder)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(worker.WORLD)]
+    return results_of_worker("tests.planner.ranks.reducers_worker", folder)
 
 
 @pytest.mark.parametrize("how", ["wrapper", "module", "function", "replicate"])
-def test_ranks_stay_together_after_fit_with_a_static_graph(ranks: Results, how: str) -> None:
+def test_ranks_stay_together_after_fit_with_a_static_graph(results: RankResults, how: str) -> None:
     """The backwards of planning are not the first iteration, by which DDP counts its hooks."""
-    assert [rank[f"static graph, {how}"] for rank in ranks] == [True, True]
+    assert results.of(f"static graph, {how}") == [True, True]
 
 
 def test_ranks_stay_together_after_a_trainer_has_planned_with_a_static_graph(
-    ranks: Results,
+    results: RankResults,
 ) -> None:
     if not worker.has_trainer():
         pytest.skip("needs transformers and accelerate")
-    assert [rank["trainer"] for rank in ranks] == [True, True]
+    assert results.of("trainer") == [True, True]
 
 
 @pytest.mark.parametrize("case", ["static graph between steps", "bucket views"])
-def test_gradients_of_the_last_step_are_kept_by_fit(ranks: Results, case: str) -> None:
-    assert [rank[case] for rank in ranks] == [True, True]
+def test_gradients_of_the_last_step_are_kept_by_fit(results: RankResults, case: str) -> None:
+    assert results.of(case) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -70,33 +66,35 @@ def test_gradients_of_the_last_step_are_kept_by_fit(ranks: Results, case: str) -
         "tensor-parallel accumulation",
     ],
 )
-def test_fit_in_the_middle_of_accumulation_keeps_every_gradient(ranks: Results, case: str) -> None:
-    assert [rank[case] for rank in ranks] == [True, True]
+def test_fit_in_the_middle_of_accumulation_keeps_every_gradient(
+    results: RankResults, case: str
+) -> None:
+    assert results.of(case) == [True, True]
 
 
 @pytest.mark.parametrize("case", ["PowerSGD, first", "PowerSGD, later", "all-reduce hook"])
-def test_comm_hooks_with_state_are_not_advanced_by_planning(ranks: Results, case: str) -> None:
-    assert [rank[case] for rank in ranks] == [True, True]
+def test_comm_hooks_with_state_are_not_advanced_by_planning(
+    results: RankResults, case: str
+) -> None:
+    assert results.of(case) == [True, True]
 
 
 @pytest.mark.parametrize("kind", ["sharded", "tensor parallel"])
-def test_what_is_always_there_counts_by_local_bytes(ranks: Results, kind: str) -> None:
-    for rank in ranks:
-        found = rank["static"][kind]
+def test_what_is_always_there_counts_by_local_bytes(results: RankResults, kind: str) -> None:
+    for found in results.of(f"static, {kind}"):
         assert found["bare"] == 2 * found["own"] + found["batch"]
         assert found["first"] == found["later"] == 4 * found["own"] + found["batch"]
 
 
-def test_a_sharded_step_that_fits_is_left_as_it_is(ranks: Results) -> None:
+def test_a_sharded_step_that_fits_is_left_as_it_is(results: RankResults) -> None:
     """Gathered parameters count while they are gathered: not all units' at a time."""
-    for rank in ranks:
-        found = rank["peaks"]
+    for found in results.of("peaks"):
         assert found["options"] == ["Keep"] * worker.BLOCKS
         assert found["measured"] == found["step"]
 
 
-def test_the_worst_rank_decides_on_a_budget_that_is_a_share(ranks: Results) -> None:
-    first, second = (rank["shares"] for rank in ranks)
+def test_the_worst_rank_decides_on_a_budget_that_is_a_share(results: RankResults) -> None:
+    first, second = results.of("shares")
     assert first == second
     assert first["measured"] <= first["budget"] == first["of the largest"]
 
