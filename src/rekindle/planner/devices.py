@@ -1,4 +1,4 @@
-"""What devices can do, from their makers' tables, and how long ops take by it.
+"""A table of devices, by their makers' figures, and estimates of op times by it.
 
 An op takes as long as its arithmetic or as its traffic with memory, whichever is longer, and a
 launch. Arithmetic is counted by the formulas of `torch.utils.flop_counter`, and by our own for
@@ -26,7 +26,7 @@ _T, _G, _GIB = 1e12, 1e9, 2**30
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The share of a stated value that ops reach."""
+    """Shares of a device's stated figures that ops reach."""
 
     products: float = 0.7
     attention: float = 0.45
@@ -36,31 +36,31 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Device:
-    """What a device can do, as stated by its maker: dense arithmetic, one direction of the link."""
+    """A device by its maker's figures: dense arithmetic, one direction of the link."""
 
     name: str
     half: float
-    """Products of bfloat16 or float16, in FLOP/s."""
+    """FLOP/s of products of bfloat16 or float16."""
     tf32: float
-    """Products of float32, where `torch.set_float32_matmul_precision` allows it."""
+    """FLOP/s of products of float32, where `torch.set_float32_matmul_precision` allows TF32."""
     single: float
-    """Products of float32 otherwise."""
+    """FLOP/s of products of float32 otherwise."""
     memory: float
     """Bytes a second from and to its own memory."""
     link: float
-    """Bytes a second to host memory; 0 if there is no way."""
+    """Bytes a second to host memory; 0 if there is no link."""
     memory_bytes: int
     launch: float = 4e-6
-    """Seconds that an op takes at least."""
+    """Seconds of a launch: an op takes no less."""
     efficiency: Efficiency = Efficiency()
 
     @property
     def bytes_per_second(self) -> float:
-        """To host memory, as it is reached."""
+        """Bytes a second to host memory that copies reach."""
         return self.link * self.efficiency.link
 
     def seconds(self, flops: float, nbytes: float, dtype: torch.dtype, attends: bool) -> float:
-        """How long an op takes with so much arithmetic in a type, and so much traffic."""
+        """Return the seconds of an op with some arithmetic in a dtype and some memory traffic."""
         share = self.efficiency.attention if attends else self.efficiency.products
         arithmetic = flops / (self._rate(dtype) * share) if flops else 0.0
         return max(arithmetic, nbytes / (self.memory * self.efficiency.memory)) + self.launch
@@ -94,11 +94,11 @@ DEVICES = {
         Device("cpu", 2 * _T, 2 * _T, 2 * _T, 200 * _G, 0.0, 256 * _GIB, launch=2e-6),
     )
 }
-"""The devices that are known by name."""
+"""Devices by name."""
 
 
 def device_named(name: str) -> Device:
-    """A device of the table: by its name there, however it is written."""
+    """Return a device of the table by its name, in any spelling."""
     found = [device for known, device in DEVICES.items() if _plain(known) == _plain(name)]
     if not found:
         raise ValueError(f"There is no device {name!r} in the table; there are {known_devices()}")
@@ -106,16 +106,16 @@ def device_named(name: str) -> Device:
 
 
 def device_of(device: torch.device) -> Device | None:
-    """The device of the table that a real one is, if any."""
+    """Return the device of the table that a real one is; None if it has none such."""
     if device.type != "cuda":
         return DEVICES.get(device.type)
-    told = _words(torch.cuda.get_device_name(device))  # such as "NVIDIA A100-SXM4-80GB"
-    fitting = [known for known in DEVICES.values() if _words(known.name) <= told]
-    return max(fitting, key=lambda known: len(_words(known.name)), default=None)
+    words = _words_in(torch.cuda.get_device_name(device))  # such as "NVIDIA A100-SXM4-80GB"
+    fitting = [known for known in DEVICES.values() if _words_in(known.name) <= words]
+    return max(fitting, key=lambda known: len(_words_in(known.name)), default=None)
 
 
 def known_devices() -> str:
-    """The names in the table, in words."""
+    """Return the names in the table as text."""
     return ", ".join(repr(name) for name in DEVICES)
 
 
@@ -123,12 +123,12 @@ def _plain(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-def _words(name: str) -> set[str]:
+def _words_in(name: str) -> set[str]:
     return set(re.findall(r"\w+", name.lower()))
 
 
 class OpClock(TorchDispatchMode):
-    """A clock that goes on by what each op that runs would take on a device."""
+    """A clock that advances by the time that each op would take on a device."""
 
     is_exact = True
     runs = 1
@@ -137,7 +137,7 @@ class OpClock(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = self.estimates = device
         self._now = 0
-        """In whole parts of a second: so the same ops take the same time, whatever was before."""
+        """Time in whole units: so the same ops take the same time, whatever ran before."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -148,17 +148,17 @@ class OpClock(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self._now += round(seconds_of(self._device, func, args, kwargs, out) * _PARTS)
+        self._now += round(op_seconds(self._device, func, args, kwargs, out) * _UNITS)
         return out
 
     def keep_busy(self, seconds: float) -> None:
-        """It always is."""
+        """Do nothing: estimates are those of a busy device."""
 
     def mark(self) -> int:
         return self._now
 
     def seconds(self, begin: int, end: int) -> float:
-        return (end - begin) / _PARTS
+        return (end - begin) / _UNITS
 
     def host_seconds(self, begin: float, end: float) -> float:  # noqa: ARG002
         return 0.0
@@ -169,45 +169,45 @@ class OpClock(TorchDispatchMode):
         return self.seconds(begin, self._now)
 
 
-_PARTS = 10**15
+_UNITS = 10**15
 
 
-def seconds_of(
+def op_seconds(
     device: Device, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> float:
-    """How long an op takes on a device that is kept busy."""
+    """Return the seconds that an op takes on a device that is kept busy."""
     if not _runs_on_device(func):
         return 0.0
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
     nbytes = sum(map(_nbytes, made))
-    nbytes += nbytes if packet_short_name(func) in _PICK else sum(map(_nbytes, given))
+    nbytes += nbytes if packet_short_name(func) in _GATHERS else sum(map(_nbytes, given))
     dtype = next((tensor.dtype for tensor in given if tensor.is_floating_point()), torch.float32)
     seconds = device.seconds(_flops(func, args, kwargs, out), nbytes, dtype, _attends(func))
     return seconds if getattr(func, "namespace", "aten") in _KNOWN else _UNKNOWN * seconds
 
 
-def estimating(device: torch.device) -> Device:
-    """The device of the table by which ops of a real one are compared, one it resembles if need be.
+def comparison_device(device: torch.device) -> Device:
+    """Return the device of the table by which ops on a real one are compared; else a similar one.
 
-    For comparisons alone: two ops of one block are told apart by arithmetic and bytes, which no
-    clock disturbs.
+    For comparisons alone: two ops of one block are compared by arithmetic and bytes, which no clock
+    disturbs.
     """
     found = device_of(device)
     return found if found is not None else DEVICES["H100" if device.type == "cuda" else "cpu"]
 
 
-_PICK = ("embedding", "index", "index_select", "gather")
+_GATHERS = ("embedding", "index", "index_select", "gather")
 """Ops that read as much as they write, however large their argument is."""
 _ATTENTION = "_scaled_dot_product_"
 _KNOWN = ("aten", "prims", "_c10d_functional")
 _UNKNOWN = 10.0
-"""How much longer than its traffic with memory an op takes of which nothing is known."""
+"""Factor on the time of its memory traffic for an op of another namespace, which is unknown."""
 
 
 @cache
 def _runs_on_device(func: Any) -> bool:
-    """Whether an op has anything to do there: views do not, nor does memory that is not written."""
+    """Return whether an op runs a kernel: views do not, nor do allocations."""
     if func is ASKS_DEVICE or "empty" in packet_short_name(func):
         return False
     return kind_of(func) is not OpKind.VIEW
@@ -225,7 +225,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
 
 
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Two products, five in backward; half of each, where nothing looks ahead."""
+    """Return the FLOPs of two products, or of five in backward; half of them if it is causal."""
     names = [argument.name for argument in schema_of(func).arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     *batch, tokens, width = given["query"].shape

@@ -1,7 +1,7 @@
-"""Bytes in use on a device, now and at their peak: from the allocator on CUDA, op by op elsewhere.
+"""Meters of the bytes in use on a device: by the allocator on CUDA, op by op elsewhere.
 
-One meter may cover a whole profile: meters inside it are then windows of it, and what is read is
-its highest point, the peak of profiling itself.
+One meter may cover a whole profile: meters inside it are then windows of it, and its own peak is
+the peak of profiling itself.
 """
 
 import weakref
@@ -36,7 +36,7 @@ class Meter(Protocol):
         """Begin a new peak."""
 
     def reset_soon(self) -> None:
-        """Begin a new peak when what is being freed now is gone, as far as that can be told."""
+        """Begin a new peak once the memory that is being freed now is free."""
 
 
 class _CudaMeter:
@@ -64,14 +64,14 @@ class _CudaMeter:
 
 
 class _WholeCudaMeter(_CudaMeter):
-    """The same over a stretch in which other meters begin new peaks."""
+    """Reads torch's allocator while other meters reset its peak."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._highest = 0
 
     def note_peak(self) -> None:
-        """The allocator's own peak is about to be reset."""
+        """Note the allocator's peak, which is about to be reset."""
         self._highest = max(self._highest, super().peak())
 
     def peak(self) -> int:
@@ -80,22 +80,22 @@ class _WholeCudaMeter(_CudaMeter):
 
 
 class _Tally:
-    """Bytes of storages that were seen since it began and are alive.
+    """Counts bytes of storages that were first seen since it began, and that are alive.
 
-    What was there before is not counted, and so is not missed when it goes: the garbage collector
-    may come at any time, and a measurement does not depend on when.
+    Storages of before are not counted, neither when they are freed: a garbage collection may come
+    at any time, and a measurement does not depend on when.
     """
 
     def __init__(
         self, before: Iterable[int], known: Iterable[Tensor], see_sizes: Callable[[], None]
     ) -> None:
         self._see_sizes = see_sizes
-        """Called before bytes are told: a storage may have changed its size."""
+        """Called before bytes are read: a storage may have changed its size."""
         self._now = self._peak = 0
         self._sizes: dict[int, int] = {}
-        """Of storages, by their addresses."""
+        """Bytes of storages, by their addresses."""
         self._known = [storage for tensor in known for storage in storages_of(tensor)]
-        """Held, so that no other storage gets their addresses."""
+        """Storages of before, held so that no other storage gets their addresses."""
         self._before = {*before, *(storage_key(storage) for storage in self._known)}
         self._resets = False
 
@@ -113,44 +113,44 @@ class _Tally:
         self._resets = True
 
     def begin_op(self) -> None:
-        """An op is about to run: what was being freed is gone."""
+        """Begin a new peak if one was asked for: memory that was being freed is free by now."""
         if self._resets:
             self._resets = False
             self.reset()
 
     def add(self, address: int, nbytes: int) -> None:
-        """A storage was seen for the first time."""
+        """Count a storage that is seen for the first time."""
         if address not in self._before:
             self._sizes[address] = nbytes
             self._now += nbytes
             self._peak = max(self._peak, self._now)
 
     def drop(self, address: int) -> None:
-        """A storage is gone; there may be another at its address from now on."""
+        """Uncount a storage that is freed; another may get its address from now on."""
         self._before.discard(address)
         self._now -= self._sizes.pop(address, 0)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Sees every op, and adds up the storages that ops made and that are alive, each once.
+    """Counts, op by op, the bytes of storages that ops return and that are alive, each once.
 
-    Memory that no op returns is not seen: scratch inside an op, random states that regions hold,
-    what Python objects take. docs/budget.md says how much that is.
+    Memory that no op returns is not counted: scratch inside an op, random states that regions hold,
+    Python objects. docs/budget.md says how much that is.
 
     Note [Storages that are emptied]. FSDP keeps the storage of a parameter that it gathered, and
-    takes its bytes away, with no op that could be seen. It does so around its collectives: there
-    sizes are looked at again, and when a meter is read; and what collectives are given counts as
-    what ops return does.
+    takes its bytes away, with no op that could be seen. It does so around its collectives: so
+    sizes are read again there, and when a meter is read; and storages that collectives are given
+    count as those that ops return.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, not_counted: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._own = _Tally((), not_counted, _seen_already)
+        self._own = _Tally((), not_counted, _do_nothing)
         self._tallies = [self._own]
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        """Storages that were seen, by their addresses, with their bytes when they were."""
+        """Storages that were seen, by their addresses, with their bytes at that time."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -172,7 +172,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def window(self, not_counted: Iterable[Tensor] = ()) -> Iterator[Meter]:
-        """A meter over what runs inside, as another `LiveBytes` would be."""
+        """Meter what runs inside, as another `LiveBytes` would."""
         self._see_sizes()
         has_bytes = (address for address, (_, nbytes) in self._alive.items() if nbytes)
         tally = _Tally(has_bytes, not_counted, self._see_sizes)
@@ -207,7 +207,7 @@ class LiveBytes(TorchDispatchMode):
             self._set_size(address, weakref.ref(storage), nbytes)
 
     def _see_sizes(self) -> None:
-        """Look at the sizes of storages again: Note [Storages that are emptied]."""
+        """Read the sizes of storages again: Note [Storages that are emptied]."""
         for address, (weak, before) in list(self._alive.items()):
             storage = weak()
             if storage is not None and storage.nbytes() != before:
@@ -216,7 +216,7 @@ class LiveBytes(TorchDispatchMode):
     def _set_size(
         self, address: int, storage: "weakref.ref[torch.UntypedStorage]", nbytes: int
     ) -> None:
-        """A storage was seen for the first time, or has another size than when it was."""
+        """Count a storage that is seen for the first time, or has changed its size."""
         is_known = address in self._alive
         self._alive[address] = storage, nbytes
         for tally in self._tallies:
@@ -225,16 +225,16 @@ class LiveBytes(TorchDispatchMode):
             tally.add(address, nbytes)
 
     def forget(self, address: int) -> None:
-        """A storage is gone."""
+        """Uncount a storage that is freed."""
         del self._alive[address]
         for tally in self._tallies:
             tally.drop(address)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not look at what runs inside, so that looking does not cost it time.
+        """Do not meter what runs inside, so that metering does not cost it time.
 
-        Unless another mode was entered since: modes leave in their order.
+        It is metered if another mode was entered since: modes leave in their order.
         """
         entered = entered_modes()
         if not entered or entered[-1] is not self:
@@ -247,28 +247,28 @@ class LiveBytes(TorchDispatchMode):
             self.__enter__()
 
 
-def _seen_already() -> None:
-    """Nothing: whoever holds this tally looks at sizes, and is not to be held by it."""
+def _do_nothing() -> None:
+    """Leave sizes to the meter that holds the tally, which the tally is not to hold."""
 
 
 _COMMUNICATING = ("c10d", "_c10d_functional", "fsdp")
-"""Where the ops of collectives are, with those that copy in and out for them."""
+"""Namespaces of collectives, and of the ops that copy in and out for them."""
 
 
 def _forget(meter: "weakref.ref[LiveBytes]", address: int) -> None:
-    """A storage may outlive a meter that has seen it, and does not hold it."""
+    """Uncount a freed storage, which may have outlived the meter."""
     live = meter()
     if live is not None:
         live.forget(address)
 
 
 _whole: "ContextVar[LiveBytes | _WholeCudaMeter | None]" = ContextVar("whole", default=None)
-"""The meter that covers all that is metered now."""
+"""The meter that covers the whole profile, if one does."""
 
 
 @contextmanager
 def metered_as_a_whole(device: torch.device, known: Iterable[Tensor] = ()) -> Iterator[Meter]:
-    """Measure all that runs inside, and let `metered` measure parts of it."""
+    """Meter all that runs inside; `metered` meters parts of it."""
     whole = _WholeCudaMeter(device) if device.type == "cuda" else LiveBytes(known)
     token = _whole.set(whole)
     try:
@@ -283,7 +283,7 @@ def metered_as_a_whole(device: torch.device, known: Iterable[Tensor] = ()) -> It
 
 @contextmanager
 def metered(device: torch.device, known: Iterable[Tensor] = ()) -> Iterator[Meter]:
-    """Measure what runs inside; `known` are tensors that are there before."""
+    """Meter what runs inside; `known` are tensors that exist before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         yield _CudaMeter(device)
@@ -299,7 +299,7 @@ def metered(device: torch.device, known: Iterable[Tensor] = ()) -> Iterator[Mete
 
 @contextmanager
 def unmetered() -> Iterator[None]:
-    """Time what runs inside: no meter of ours looks at its ops."""
+    """Run what is inside without a meter, so that it can be timed."""
     whole = _whole.get()
     if isinstance(whole, LiveBytes):
         with whole.paused():
@@ -312,9 +312,9 @@ _has_parts: Callable[[Tensor], bool] = is_traceable_wrapper_subclass
 
 
 def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """The storages behind a tensor; those of its parts for a subclass that is made of others.
+    """Return the storages of a tensor; of a subclass that is made of others, those of its parts.
 
-    None for a tensor without storage, such as a sparse one.
+    Empty for a tensor without storage, such as a sparse one.
     """
     if _has_parts(tensor) and not isinstance(tensor, FakeTensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -326,6 +326,6 @@ def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """The size of some tensors on this rank, each storage once."""
+    """Return the bytes of some tensors on this rank, each storage once."""
     storages = (storage for tensor in tensors for storage in storages_of(tensor))
     return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rekindle.planner.devices import Device, estimating
+from rekindle.planner.devices import Device, comparison_device
 from rekindle.torch_private.cuda import spin_device
 
 RUNS = 3
@@ -53,7 +53,7 @@ class DeviceClock:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self.runs = _RUNS_BESIDE_A_HOST if self._is_cuda else RUNS
-        self.estimates = estimating(device)
+        self.estimates = comparison_device(device)
 
     def keep_busy(self, seconds: float) -> None:
         if self._is_cuda:

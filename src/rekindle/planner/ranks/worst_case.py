@@ -193,6 +193,6 @@ def _most_known(values: Iterable[int | None]) -> int | None:
 
 
 def shape_of_profile(profile: Profile) -> Any:
-    """What the profiles of ranks have to have in common, so that there is one plan for all."""
+    """Return the parts that profiles of ranks have in common if one plan is to fit all."""
     menus = [[(type(c.strategy), c.tier) for c in b.candidates] for b in profile.blocks]
     return profile.model, profile.order, menus

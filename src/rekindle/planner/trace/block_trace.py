@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle.offload.saved_tensors import KeptTensor, unpack
-from rekindle.planner.devices import Device, seconds_of
+from rekindle.planner.devices import Device, op_seconds
 from rekindle.planner.trace.block_calls import BlockCall
 from rekindle.planner.types import BlockTrace, TracedOp, TracedValue
 from rekindle.regions.saved_indices import recomputable_indices
@@ -160,7 +160,7 @@ class _OpRecorder(TorchDispatchMode):
         outputs = tuple(built.add(tensor, maker) for tensor in new)
         if again:
             name = func.name() if hasattr(func, "name") else str(func)
-            seconds = seconds_of(self._device, func, args, kwargs, out)
+            seconds = op_seconds(self._device, func, args, kwargs, out)
             address = self._address(name)
             built.ops.append(TracedOp(self._number, name, seconds, inputs, outputs, address))
         return out

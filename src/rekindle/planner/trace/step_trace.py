@@ -57,7 +57,7 @@ class StepTrace:
     """The peak of the whole step."""
     seconds: float = 0.0
     cast_epochs: tuple[int, ...] = ()
-    """How often autocast's cache was emptied before each block."""
+    """Times that autocast's cache was emptied before each block."""
     cached_rest_peak: int = 0
     """As `rest_peak`, until the cache was emptied."""
     casts_freed_before_backward: bool = False
