@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rekindle.compile.node_tags import DECISION
 from rekindle.compile.offload_ops import fake_send
-from rekindle.torch_private.fx_nodes import RUN_AND_SAVE_RNG_STATE
+from rekindle.torch_private.fx_nodes import saves_rng_state
 from rekindle.torch_private.storages import storage_key
 
 
@@ -85,7 +85,7 @@ def _made_with(node: Any) -> list[Any]:
     if not isinstance(node, torch.fx.Node):
         return []
     drawing: Any = node.args[0] if _is_item(node) and node.args[1] == 0 else None
-    if drawing is None or drawing.target is not RUN_AND_SAVE_RNG_STATE:
+    if drawing is None or not saves_rng_state(drawing):
         if _is_tensor(node):
             return [node]
         return [made for each in node.all_input_nodes for made in _made_with(each)]

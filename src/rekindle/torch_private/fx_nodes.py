@@ -7,12 +7,6 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import Tensor
-from torch._prims.rng_prims import run_and_save_rng_state
-
-RUN_AND_SAVE_RNG_STATE = run_and_save_rng_state
-"""The op by which torch's partitioner draws random numbers and saves the state from before.
-
-Tried on torch 2.13. Goes when the partitioner marks such nodes in their `meta`."""
 
 
 def node_meta() -> dict[str, Any]:
@@ -68,3 +62,13 @@ def traced_nodes() -> Iterable[Any]:
 
     proxies = get_proxy_mode()
     return reversed(proxies.tracer.graph.nodes) if proxies is not None else ()
+
+
+def saves_rng_state(node: Any) -> bool:
+    """True if a node draws random numbers and saves the state from before, for its backward.
+
+    Tried on torch 2.13. Goes when the partitioner marks such nodes in their `meta`.
+    """
+    from torch._prims.rng_prims import run_and_save_rng_state  # noqa: PLC0415 (for graphs only)
+
+    return node.target is run_and_save_rng_state
