@@ -1,1 +1,1 @@
-"""What runs in training: regions of a forward, and what becomes of their activations."""
+"""The engines that run in training: regions of a forward, and their activations."""

@@ -24,7 +24,7 @@ class Options:
     early_stop: bool = True
     preserve_rng_state: bool = True
     plain: bool = False
-    """Whether nothing is asked for beyond a replay with the default check."""
+    """True if nothing is asked for beyond a replay with the default check."""
 
 
 _DEFAULTS = Options(plain=True)

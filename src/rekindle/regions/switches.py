@@ -59,7 +59,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
 
 
 def is_recomputing() -> bool:
-    """Whether this code runs in a replay: guard what must happen once a step with it.
+    """True if this code runs in a replay: guard with it what must happen once a step.
 
     >>> import torch, rekindle
     >>> calls = []
