@@ -23,7 +23,7 @@ from rekindle.offload.saved_tensors import KeptTensor, OffloadedTensor
 from rekindle.offload.step_activations import StepActivations
 from rekindle.offload.tiers.disk import DiskCopy
 from rekindle.offload.tiers.workers import Job
-from tests.regions.recompute.test_memory import Storages
+from tests.regions.recompute.living import Storages
 from tests.spilling import (
     DEPTH,
     PAGE,
