@@ -57,6 +57,7 @@ LONGEST = (
     "planner/test_fit.py",
     "test_examples.py",
     "integrations/test_transformers.py",
+    "integrations/test_transformers_trainer.py",
     "test_docs.py",
     "planner/ranks/test_fit_on_ranks.py",
     "offload/test_memory.py",
