@@ -1,4 +1,7 @@
-"""Lets go of what was brought back and never asked for: a backward ends, or an exec group dies."""
+"""Clean-up of activations that were brought back for a backward and never asked for.
+
+It happens when the backward ends, in whatever way; under an exec group, when the group dies.
+"""
 
 import threading
 from typing import Any, Protocol
@@ -8,17 +11,17 @@ from rekindle.torch_private.autograd_graph import graph_task_id, when_backward_e
 
 
 class Holder(Protocol):
-    """Holds activations that it can get again."""
+    """An object that holds activations which it can bring back once more."""
 
     def empty(self) -> None:
-        """Let go of them."""
+        """Release the activations."""
 
 
-class _Emptying:
-    """Who got activations back in one backward; they are emptied when autograd lets go of this.
+class _EmptyAtEnd:
+    """Empties the holders of one backward when autograd drops it.
 
-    Autograd takes it for something to call when the backward ends, and lets go of it then: also if
-    the backward fails, when nothing is called.
+    Autograd holds it as a callback for the end of the backward, and drops it then; also if the
+    backward fails, when no callback is called.
     """
 
     def __init__(self) -> None:
@@ -38,10 +41,10 @@ class _Emptying:
 
 
 class _Current(threading.local):
-    """The backward that runs on this thread, and whom it is to empty."""
+    """The backward that runs on this thread, and the callback that empties its holders."""
 
     task = -1
-    emptying: ref[_Emptying] | None = None
+    callback: ref[_EmptyAtEnd] | None = None
 
 
 _current = _Current()
@@ -50,12 +53,12 @@ _current = _Current()
 def empty_when_backward_ends(holder: Holder) -> None:
     """Empty a holder when the backward that runs on this thread ends, however it ends."""
     task = graph_task_id()
-    emptying = None if _current.emptying is None else _current.emptying()
-    if emptying is None or _current.task != task:
-        emptying = _Emptying()
-        when_backward_ends(emptying)
-        _current.task, _current.emptying = task, ref(emptying)
-    emptying.holders.append(ref(holder))
+    callback = None if _current.callback is None else _current.callback()
+    if callback is None or _current.task != task:
+        callback = _EmptyAtEnd()
+        when_backward_ends(callback)
+        _current.task, _current.callback = task, ref(callback)
+    callback.holders.append(ref(holder))
 
 
 def _empty_all(holders: list["ref[Holder]"]) -> None:
@@ -66,5 +69,5 @@ def _empty_all(holders: list["ref[Holder]"]) -> None:
 
 
 def empty_when_group_dies(group: Any, holder: Holder) -> None:
-    """The calls of one exec group share what is replayed, for as long as there is the group."""
+    """Empty a holder when an exec group dies: until then its calls share what is replayed."""
     finalize(group, _empty_all, [ref(holder)])

@@ -1,1 +1,1 @@
-"""What is said of a replay that does not match its forward, and where."""
+"""Errors of a replay that does not match its forward: where, why, and what to try."""

@@ -1,4 +1,4 @@
-"""Where in the user's code an activation was saved.
+"""Call sites: the lines of the user's code that saved activations.
 
 A site is recorded for every activation in forward, so it must cost next to nothing: two code
 objects and two bytecode offsets. Lines, columns and source text are looked up when an error is
@@ -30,7 +30,7 @@ _LIBRARY = (
 
 
 class _LibraryFiles(dict[str, bool]):
-    """File name to whether it is torch's or ours; each name is looked at once."""
+    """Maps a file name to True if the file is torch's or ours; each name is looked up once."""
 
     def __missing__(self, filename: str) -> bool:
         self[filename] = known = filename.startswith(_LIBRARY)
@@ -48,7 +48,7 @@ def record(depth: int = 2) -> RawSite:
 
 
 def frame_at(depth: int) -> FrameType:
-    """The frame that many calls above the caller of this, or the topmost there is.
+    """The Python frame `depth` calls above the caller, or the topmost there is.
 
     A thread of autograd's own runs nothing of Python but hooks and modes: nobody calls these.
     """
@@ -75,7 +75,7 @@ def with_user_code(frame: FrameType) -> RawSite:
 
 @dataclass(frozen=True)
 class Site:
-    """A raw site, looked up: what a person wants to read of it."""
+    """A raw site as people read it: file, line, function and source text."""
 
     file: str
     line: int

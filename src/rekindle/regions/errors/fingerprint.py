@@ -1,4 +1,4 @@
-"""`determinism_check="values"`: does a replay give back the same bits?
+"""Fingerprints of activations, for `determinism_check="values"`: a replay gives the same bits.
 
 Of each activation the forward keeps a checksum of its bits that knows their order, its norm and a
 few elements, on its own device and without waiting for it; the replay is compared in one go, with
@@ -43,7 +43,7 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What is kept of one tensor's content."""
+    """Checksum, norm and a few elements of one tensor's content."""
 
     what: str
     checksum: Tensor
@@ -60,12 +60,12 @@ class Drift:
     how_much: str
 
 
-def take(x: Tensor) -> Fingerprint | None:
+def fingerprint_of(x: Tensor) -> Fingerprint | None:
     """The fingerprint of a dense tensor; None for what has no plain memory (sparse, nested)."""
-    return without_grad(_take, x)
+    return without_grad(_fingerprint, x)
 
 
-def _take(x: Tensor) -> Fingerprint | None:
+def _fingerprint(x: Tensor) -> Fingerprint | None:
     is_plain = type(x) in (Tensor, torch.nn.Parameter) and not x.is_nested
     if not is_plain or x.layout != torch.strided or x.is_meta:
         return None
@@ -82,7 +82,7 @@ def _take(x: Tensor) -> Fingerprint | None:
 
 
 def _checksum(bits: Tensor) -> Tensor:
-    """A sum of the bits in which every place has a weight of its own."""
+    """A checksum of the bits that depends on their order."""
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK]
@@ -92,7 +92,7 @@ def _checksum(bits: Tensor) -> Tensor:
 
 
 def _scrambled(places: Tensor) -> Tensor:
-    """Numbers that follow no line: else permuted rows would sum up to the same."""
+    """Weights for the positions, not linear in them: permuted rows would have the same sum."""
     mixed = places * 0x5851F42D4C957F2D
     return (mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D
 
@@ -117,12 +117,14 @@ class _Recorder:
 
     def close(self) -> None:
         if self._pending:
-            self.taken.update(past_modes(_taken, self._pending))
+            self.taken.update(past_modes(_all_fingerprints, self._pending))
         self._pending.clear()
 
 
-def _taken(pending: "list[tuple[int, Tensor]]") -> "list[tuple[int, Fingerprint | None]]":
-    return [(position, take(x)) for position, x in pending]
+def _all_fingerprints(
+    pending: "list[tuple[int, Tensor]]",
+) -> "list[tuple[int, Fingerprint | None]]":
+    return [(position, fingerprint_of(x)) for position, x in pending]
 
 
 class Fingerprints:
@@ -176,7 +178,7 @@ def _may_be_unwritten(found: "Collected", position: int) -> bool:
 
 
 def is_read(slot: "Slot") -> bool:
-    """Whether the node that asks for a slot reads it: Note [What nothing writes nor reads]."""
+    """True if the node that asks for a slot reads it: Note [What nothing writes nor reads]."""
     node = current_node()
     if node is None:
         return True
@@ -185,11 +187,11 @@ def is_read(slot: "Slot") -> bool:
 
 
 def _drift(position: int, before: Fingerprint, after: Fingerprint) -> Drift:
-    return Drift(position, after.what, how_much(before, after))
+    return Drift(position, after.what, format_change(before, after))
 
 
-def how_much(before: Fingerprint, after: Fingerprint) -> str:
-    """In which way two contents differ."""
+def format_change(before: Fingerprint, after: Fingerprint) -> str:
+    """Text that says by how much two contents differ."""
     change = (before.sample - after.sample).abs()
     moved = int((change > 0).sum())
     return (

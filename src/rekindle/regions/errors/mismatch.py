@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def different(
     region: "RecomputeRegion", position: int, seen: Tensor | None, again: "Collected"
 ) -> CheckpointError:
-    """The replay went another way by `position`, where it saved `seen`.
+    """The error of a replay that differs from its forward at `position`, where it saved `seen`.
 
     `again` is one more replay, which took down where it was.
     """
@@ -59,7 +59,7 @@ def different(
 
 
 def fewer_saved(region: "RecomputeRegion", saved: int, missing: int) -> CheckpointError:
-    """The replay ended before it had saved all that the forward did."""
+    """The error of a replay that ended before it had saved all that the forward did."""
     then, slot = call_sites.look_up(region.saved.sites[missing]), region.saved.slots[missing]()
     assert slot is not None, "only living slots are missed"
     return _error(
@@ -71,7 +71,7 @@ def fewer_saved(region: "RecomputeRegion", saved: int, missing: int) -> Checkpoi
 
 
 def drifted(region: "RecomputeRegion", drifts: "list[Drift]") -> CheckpointError:
-    """Shapes agree, contents do not."""
+    """The error of a replay whose activations have the shapes of the forward and other contents."""
     first = drifts[0]
     then = call_sites.look_up(region.saved.sites[first.position])
     return _error(
@@ -90,7 +90,7 @@ def drifted(region: "RecomputeRegion", drifts: "list[Drift]") -> CheckpointError
 def changed_in_place(
     region: "RecomputeRegion", position: int, expected: int, version: int
 ) -> CheckpointError:
-    """Somebody wrote to a tensor that an op of the region had saved for its backward."""
+    """The error for a tensor that was changed in place after an op of the region had saved it."""
     then = call_sites.look_up(region.saved.sites[position])
     return _error(
         region,
@@ -105,7 +105,7 @@ def changed_in_place(
 
 
 def argument_changed(region: "RecomputeRegion", argument: str) -> CheckpointError:
-    """The region has lost what a replay would start from."""
+    """The error for a tensor argument that was changed in place: no replay can start from it."""
     return _error(
         region,
         f"its tensor argument {argument} was changed in place after the call.",
@@ -117,7 +117,7 @@ def argument_changed(region: "RecomputeRegion", argument: str) -> CheckpointErro
 
 
 def state_lost(function: Any, name: str) -> CheckpointError:
-    """The region uses a tensor that an argument held, and that was written to since."""
+    """The error for a tensor that an argument holds, which was changed in place and is used."""
     return CheckpointError(
         f"Region {region_name(function)} did not replay as it ran: {name}, a tensor that an "
         "argument holds, was changed in place after the call.\n"
@@ -176,7 +176,7 @@ def _meta(slot: "Slot") -> str:
 
 
 _WIDE = 64
-"""How wide a column gets before it is cut."""
+"""Characters of a column before its text is cut."""
 
 
 def _side_by_side(*rows: tuple[str, str, str]) -> str:

@@ -40,11 +40,11 @@ class OpTrace:
         self.replayed: list[Op] = []
 
     def forward(self) -> "_Recorder":
-        """Entered around the forward."""
+        """A context that takes down the ops of the forward."""
         return _Recorder(self.ran)
 
     def replay(self) -> "_Recorder":
-        """Entered around the replay."""
+        """A context that takes down the ops of the replay."""
         self.replayed.clear()
         return _Recorder(self.replayed)
 
@@ -92,5 +92,5 @@ def describe(value: Any) -> str:
 
 
 def meta(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
-    """The same of a tensor that is gone."""
+    """Dtype, shape and device, as `describe` writes them for a tensor."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} {device}"

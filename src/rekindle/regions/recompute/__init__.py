@@ -1,4 +1,4 @@
 """The recompute engine: regions that are run again in backward.
 
-`frame` is where to begin: one call of a region, from forward to its last activation.
+Begin with `recompute_region`: one call of a function, from its forward to its last activation.
 """

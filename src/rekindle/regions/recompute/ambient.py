@@ -58,13 +58,13 @@ def snapshot(has_cuda: bool | None = None) -> Ambient:
 
 
 def _order() -> tuple[int, ...]:
-    """In which order attention kernels are tried."""
+    """The order in which attention kernels are tried."""
     settle_attention_order()
     return tuple(attention_order())
 
 
 def has_autocast(then: Ambient) -> bool:
-    """Whether autocast was on for any device type."""
+    """True if autocast was on for any device type."""
     return then[-2] is not None
 
 
@@ -80,7 +80,7 @@ def casts() -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
 
 
 def enter(then: Ambient) -> None:
-    """Have everything as in `then`; a `TorchState` made before puts back what is now."""
+    """Set the surrounding state to that of a snapshot; a `TorchState` made before puts it back."""
     dtype, *attention, torch_function, named, priority, casts, device = then
     now = snapshot()
     (dtype_now, *attention_now, torch_function_now, _, priority_now, casts_now, device_now) = now
@@ -108,7 +108,7 @@ def allow_attention(wanted: Sequence[bool], now: Sequence[bool]) -> None:
 
 
 def set_casts(casts: Iterable[tuple[str, bool, torch.dtype, bool]]) -> None:
-    """Have autocast as `casts` told."""
+    """Set autocast to what `casts()` returned."""
     for kind, enabled, dtype, is_cached in casts:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)

@@ -8,7 +8,7 @@ from torch import Tensor
 from rekindle.regions.recompute.call_state import CallState, name_of
 from rekindle.regions.recompute.containers import leads_to_object
 from rekindle.regions.recompute.packing import Packing
-from rekindle.regions.recompute.unpacking import Fresh
+from rekindle.regions.recompute.unpacking import Rebuilding
 
 
 class CallOnCopies:
@@ -22,9 +22,9 @@ class CallOnCopies:
         packed = packing.pack_bound(args, kwargs)
         for tensor in packing.tensors:
             tensor.use_copy()
-        own_args, own_kwargs = Fresh(iter(()), iter(()), CallState(function, packing, None)).of(
-            packed
-        )
+        own_args, own_kwargs = Rebuilding(
+            iter(()), iter(()), CallState(function, packing, None)
+        ).of(packed)
         self.args: tuple[Any, ...] = tuple(own_args)
         self.kwargs: dict[str, Any] = own_kwargs
         self._states = {

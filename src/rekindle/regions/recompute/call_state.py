@@ -1,6 +1,6 @@
 """The objects that one call of a region may write to, and what they held when it began.
 
-Note [Objects among the arguments] in objects.py says what becomes of them.
+Note [Objects among the arguments] in object_state.py says what becomes of them.
 """
 
 import functools
@@ -45,7 +45,7 @@ class CallState:
             tensor.close()
 
     def was_written_to(self) -> bool:
-        """Whether the forward wrote to an object, or in place to a tensor that one holds."""
+        """True if the forward wrote to an object, or in place to a tensor that one holds."""
         changed = any(tensor.has_changed() for tensor in self._tensors)
         self.close()
         return changed or any(state.written for state in self._objects)
@@ -63,7 +63,7 @@ class CallState:
         return [f"{name_of(path, self._function)} ({what})" for path, what in self._left_alone]
 
     def note_on(self, error: BaseException) -> None:
-        """Have an error of a replay name the arguments that may be to blame."""
+        """Add a note to an error of a replay that names arguments which may have caused it."""
         if self._left_alone and not isinstance(error, CheckpointError):
             error.add_note(
                 f"This was raised in a replay of {region_name(self._function)}. As they are now, "
@@ -99,7 +99,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class Bound(NamedTuple):
-    """A partial taken apart, and the partials in it."""
+    """The function and the arguments that a partial, and partials in it, bring with them."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

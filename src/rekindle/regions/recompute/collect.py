@@ -1,4 +1,4 @@
-"""One replay's saved-tensor hook: takes what the region saves, until all that is needed is there.
+"""The saved-tensor hook of one replay: collects tensors until all that are needed are there.
 
 It is a generator, and its `send` is the hook: autograd calls it for every activation, and resuming
 a generator is the cheapest way to run Python from there. It takes tensors as they are and hands
@@ -52,7 +52,7 @@ _getframe = sys._getframe
 
 
 class Collected:
-    """What a replay saved: the tensors and, if asked for, where."""
+    """The tensors that a replay saved and, if asked for, the call site of each."""
 
     where: list[RawSite] | None = None
     """The call site of each save, if they are wanted."""

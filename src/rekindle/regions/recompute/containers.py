@@ -61,7 +61,7 @@ class Container:
         return list(self._parts(now)) if type(now) is self._kind else None
 
     def with_items(self, items: list[Any]) -> "Container":
-        """The same container, with other entries."""
+        """A container of this kind, with other entries."""
         return Container(self._kind, self.rebuild, self._parts, items)
 
     @classmethod
@@ -131,7 +131,7 @@ def hand_tensors(packed: Any, hooks: Hooks, done: dict[int, Any]) -> Any:
 
 
 def _is_whole_in_parts(value: Any, kind: type) -> bool:
-    """Whether what torch's pytrees make of a container's entries is like the container.
+    """True if torch's pytrees rebuild a container from its entries with all that it holds.
 
     A class may be registered for export alone, with entries that leave out what else it holds.
     """
@@ -153,7 +153,7 @@ def _all_parts(layout: Layout, value: Any) -> tuple[list[Any], list[Any]]:
 
 
 def leads_to_object(value: Any) -> bool:
-    """Whether a value is an object that is taken apart, or a container with one in it."""
+    """True if a value is an object that is taken apart, or a container with one in it."""
     kind = type(value)
     if kind in ATOMS:
         return False

@@ -1,4 +1,4 @@
-"""What a replay starts from: the arguments and all state that the forward of a region found."""
+"""The start of a replay: the arguments and all state that the forward of a region found."""
 
 from collections.abc import Callable
 from typing import Any

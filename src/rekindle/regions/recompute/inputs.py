@@ -1,4 +1,4 @@
-"""What a region holds from forward to backward: the arguments it was called with.
+"""The arguments of a region's call, which it holds from forward to backward.
 
 Tensors among them, also inside lists, tuples and dicts, go through the saved-tensor hooks that were
 on top when the region was called, exactly as if autograd had saved them: an enclosing region drops
@@ -10,7 +10,7 @@ tell; the region lets go of its arguments at once (one may be part of the region
 and holding it would make a cycle that nothing collects), and a replay is an error that names it.
 
 Objects that hold state, such as a cache that the region fills, are in the replay what they were
-before the forward: Note [Objects among the arguments] in objects.py.
+before the forward: Note [Objects among the arguments] in object_state.py.
 """
 
 import functools
@@ -25,7 +25,7 @@ from rekindle.regions.recompute.call_state import Bound, CallState, bound_state,
 from rekindle.regions.recompute.containers import Hooks, hand_tensors
 from rekindle.regions.recompute.packing import Packing
 from rekindle.regions.recompute.random_generators import PLAIN
-from rekindle.regions.recompute.unpacking import Fresh, paths_of_tensors
+from rekindle.regions.recompute.unpacking import Rebuilding, paths_of_tensors
 from rekindle.torch_private.autograd_graph import tensor_hooks
 from rekindle.torch_private.version_counters import counter_owner, version_of
 
@@ -151,7 +151,7 @@ class Inputs:
         """The function and its arguments as they were, containers new."""
         if self._simple and self._wanted == [tensor.requires_grad for tensor in self._tensors]:
             return self.function, self._args, self._kwargs
-        fresh = Fresh(iter(self._wanted), iter(self._versions), self.state)
+        fresh = Rebuilding(iter(self._wanted), iter(self._versions), self.state)
         self._shifts = fresh.shifts
         args, kwargs = fresh.of(self._args), fresh.of(self._kwargs)
         if self.state is None or self.state.bound is None:
@@ -172,7 +172,7 @@ class Inputs:
         self._shifts = []
 
     def note_on(self, error: BaseException) -> None:
-        """Have an error of a replay name the arguments that may be to blame."""
+        """Add a note to an error of a replay that names arguments which may have caused it."""
         if self.state is not None:
             self.state.note_on(error)
 

@@ -22,7 +22,7 @@ from rekindle.regions.recompute.call_state import CallState
 from rekindle.regions.recompute.containers import AsItIs
 from rekindle.regions.recompute.packing import Packing
 from rekindle.regions.recompute.random_generators import is_of_a_library
-from rekindle.regions.recompute.unpacking import Fresh, matches
+from rekindle.regions.recompute.unpacking import Rebuilding, matches
 
 _ABSENT = object()
 """In place of an attribute that is not there."""
@@ -86,14 +86,14 @@ class AttributeState:
         return [(module, name, module.__dict__.get(name, _ABSENT)) for module, name, _ in changing]
 
     def enter(self) -> None:
-        """Have the attributes hold what the forward found there."""
-        fresh = Fresh(iter(()), iter(()), self._state)
+        """Set the attributes to what the forward found there."""
+        fresh = Rebuilding(iter(()), iter(()), self._state)
         changing = self._attributes if self._is_closed else list(self._changed())
         put_back((module, name, fresh.of(packed)) for module, name, packed in changing)
 
 
 def put_back(attributes: Iterable[Attribute]) -> None:
-    """Have attributes hold these values."""
+    """Set attributes of modules to these values."""
     for module, name, value in attributes:
         if value is _ABSENT:
             module.__dict__.pop(name, None)

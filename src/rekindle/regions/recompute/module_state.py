@@ -75,13 +75,13 @@ class ModuleState:
         self._attributes = module_attributes.attributes_of(modules, function)
         """Note [Attributes that a forward assigns]."""
         self._has_stand_ins = False
-        self._before: list[_Watched] = []
-        self._watched: list[_Watched] = []
+        self._before: list[_BufferState] = []
+        self._watched: list[_BufferState] = []
         self._lent: list[tuple[nn.Module, dict[str, Any]]] = []
         for module in modules:
             if module._buffers:
                 use = use or _use_of(function)
-                self._watched.append(_Watched(module, use))
+                self._watched.append(_BufferState(module, use))
             if Tensor in map(type, module._parameters.values()):  # Note [Parameters that were lent]
                 self._lent.append((module, dict(module._parameters)))
 
@@ -93,17 +93,17 @@ class ModuleState:
             self._before = [watched for watched in self._watched if watched.may_have_changed()]
             for module in own:
                 if module not in known:  # its first buffer was made just now
-                    self._before.append(_Watched(module, None, {}))
+                    self._before.append(_BufferState(module, None, {}))
         self._watched = []
         if self._attributes is not None and not self._attributes.close():
             self._attributes = None
 
     def note_exchange(self) -> None:
-        """The data of a parameter may have been exchanged between its use and the region's end."""
+        """Remember that a parameter's data were exchanged before a replay had ended."""
         _exchanging.add(self._modules[0])
 
     def exchanges_data(self) -> bool:
-        """Whether that was noted in a replay of the same modules."""
+        """True if `note_exchange` was called in a replay of these modules."""
         return self._modules[0] in _exchanging
 
     def has_stand_ins(self) -> bool:
@@ -122,9 +122,9 @@ class ModuleState:
             return False
         return self._training == [module.training for module in self._modules]
 
-    def now(self) -> "_Now":
-        """Everything as it is now, to be put back after a replay."""
-        return _Now(
+    def now(self) -> "_ReplacedState":
+        """The state that `enter` replaces, to be put back after a replay."""
+        return _ReplacedState(
             [module.training for module in self._modules],
             [(watched.module, dict(watched.module._buffers)) for watched in self._changing()],
             [(module, dict(module._parameters)) for module, _ in self._lent],
@@ -132,7 +132,7 @@ class ModuleState:
         )
 
     def enter(self) -> None:
-        """Have everything as the forward found it."""
+        """Set modes, buffers, lent parameters and attributes to what the forward found."""
         copies: dict[int, Tensor] = {}  # modules may share a buffer
         _set_modes(self._modes_and(self._training))
         changing = self._changing()
@@ -144,8 +144,8 @@ class ModuleState:
         if self._attributes is not None:
             self._attributes.enter()
 
-    def put_back(self, now: "_Now") -> None:
-        """Have everything as it was before `enter`, however far that has come."""
+    def put_back(self, now: "_ReplacedState") -> None:
+        """Undo `enter`, however far it has come."""
         _set_modes(self._modes_and(now.modes))
         for module, buffers in now.buffers:
             _replace(module._buffers, buffers)
@@ -153,15 +153,15 @@ class ModuleState:
             _replace(module._parameters, parameters)
         module_attributes.put_back(now.attributes)
 
-    def _changing(self) -> "list[_Watched]":
+    def _changing(self) -> "list[_BufferState]":
         return self._before or self._watched  # the latter for a replay while the forward runs
 
     def _modes_and(self, modes: list[bool]) -> Iterable[tuple[nn.Module, bool]]:
         return zip(self._modules, modes, strict=True)
 
 
-class _Now(NamedTuple):
-    """What a replay changes of modules, as it was before."""
+class _ReplacedState(NamedTuple):
+    """Modes, buffers, parameters and attributes that a replay replaces, as they were before it."""
 
     modes: list[bool]
     buffers: list[tuple[nn.Module, dict[str, Any]]]
@@ -170,7 +170,7 @@ class _Now(NamedTuple):
 
 
 def _use_of(function: Any) -> Any:
-    """What tells uses of a module apart: the function in whose reach it is, and what that holds."""
+    """A key for uses of a module: the function that reaches it, and what that function holds."""
     if isinstance(function, partial):
         return _use_of(function.func), tuple(map(_use_of, function.args))
     code = getattr(function, "__code__", None)
@@ -208,7 +208,7 @@ def _replace(old: dict[str, Any], new: dict[str, Any]) -> None:
     old.update(new)
 
 
-class _Watched:
+class _BufferState:
     """The buffers of one module before a forward, and copies of those that may change.
 
     Note [Buffers are replayed from what they were].
@@ -236,7 +236,7 @@ class _Watched:
                 self._copies[name] = copy_of(buffer)
 
     def may_have_changed(self) -> bool:
-        """Whether the forward may have changed a buffer; called once, when it has ended."""
+        """True if the forward may have changed a buffer; called once, when it has ended."""
         changed = self._looks_changed()
         if any(self._costly):
             changed = changed or (self._known is None and self._has_other_content())
@@ -305,7 +305,7 @@ def _version(buffer: Tensor | None) -> int:
 
 
 def _is_costly(buffer: Tensor | None) -> bool:
-    """Whether copying it at every call would be felt."""
+    """True if a buffer is too large, or too far, to be copied at every call."""
     return (
         buffer is not None
         and type(buffer) not in _LAZY

@@ -73,13 +73,13 @@ class Layout:
         return new
 
     def extra_of(self, value: Any) -> Any:
-        """What a container has besides entries: a factory of values, or a greatest length."""
+        """The default factory or the maximal length of a container, if it has one."""
         if self._base is defaultdict:
             return value.default_factory
         return value.maxlen if self._base is deque else None
 
     def fill(self, new: Any, attributes: dict[str, Any], items: Any) -> None:
-        """Have a blank object hold these."""
+        """Fill a blank object with attributes and entries."""
         own = _own(new)
         for name, value in attributes.items():
             if name in self._slots or own is None:
@@ -142,7 +142,10 @@ def _find_layout(kind: type) -> Layout | None:
 
 
 class ObjectState:
-    """What one object held when a region was called. Note [Objects among the arguments]."""
+    """Attributes and entries of one object from before a forward.
+
+    Note [Objects among the arguments].
+    """
 
     __slots__ = ("_extra", "_find", "_kind", "_layout", "attributes", "items", "written")
 
@@ -160,7 +163,7 @@ class ObjectState:
         self.items: list[Any] | dict[Any, Any] | None = None
         """Its packed entries, if it is a container too."""
         self.written = True
-        """Whether the forward wrote to it, as far as is known: it has not ended yet."""
+        """True if the forward wrote to it, as far as is known: it has not ended yet."""
 
     def original(self) -> Any:
         """The object itself, or None if it is gone."""
@@ -175,5 +178,5 @@ class ObjectState:
         return self._layout.blank(self._kind, self._extra)
 
     def fill(self, new: Any, attributes: dict[str, Any], items: Any) -> None:
-        """Have a blank one hold these."""
+        """Fill a blank object of this class with attributes and entries."""
         self._layout.fill(new, attributes, items)

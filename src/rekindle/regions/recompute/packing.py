@@ -1,7 +1,7 @@
 """Taking the arguments of a region apart, to hold them until its replay.
 
 Containers among the arguments are copied, and their tensors go through hooks. What objects hold is
-noted: Note [Objects among the arguments] in objects.py.
+noted: Note [Objects among the arguments] in object_state.py.
 """
 
 import io
@@ -22,7 +22,7 @@ from rekindle.regions.recompute.containers import (
 )
 from rekindle.regions.recompute.object_state import Layout, ObjectState, layout_of
 from rekindle.regions.recompute.random_generators import PLAIN, is_of_a_library
-from rekindle.regions.recompute.state_tensors import Path, TensorState, habits_of
+from rekindle.regions.recompute.state_tensors import Path, TensorState, write_history_of
 
 _MOST = 2048
 """Objects, containers and tensors that one argument may lead to; with more, it is left as it is."""
@@ -47,9 +47,9 @@ class Packing:
         self._call = call
         """Positional and keyword arguments, in which to look for an argument's name."""
         self._done: dict[int, Any] = {}
-        """What the values that may be there twice have become, by their id."""
+        """Packed forms of values that may occur twice, by the id of the value."""
         self._keep_graphs = keep_graphs
-        """Whether tensors that objects hold are held with the graphs that made them."""
+        """True if tensors that objects hold are held with the graphs that made them."""
         self.objects: list[ObjectState] = []
         self.tensors: list[TensorState] = []
         """The tensors that objects hold."""
@@ -58,8 +58,8 @@ class Packing:
         self.left_alone: list[tuple[Path, str]] = []
         """Where there is something that cannot be made again, and of what kind it is."""
         self._visits = 0
-        self._habits: dict[Path, int] | None = None
-        """What is known of the function."""
+        self._history: dict[Path, int] | None = None
+        """Which tensors the function is known to write to, by their paths."""
 
     def pack(self, value: Any) -> Any:
         """A value that is an argument, or in a container among the arguments."""
@@ -131,9 +131,9 @@ class Packing:
 
     def _part(self, value: Any, kind: type, path: Path, depth: int) -> Any:
         if isinstance(value, Tensor):
-            if self._habits is None:
-                self._habits = habits_of(self._function)
-            state = TensorState(value, path, self._habits, self._keep_graphs)
+            if self._history is None:
+                self._history = write_history_of(self._function)
+            state = TensorState(value, path, self._history, self._keep_graphs)
             self.tensors.append(state)
             if not value.is_cpu:
                 self.devices.add(value.device)
@@ -187,7 +187,7 @@ _UNCHANGING = (nn.Module, type, torch.Generator, Enum)
 
 
 def _may_change(kind: type) -> bool:
-    """Whether objects of a class that is not taken apart may hold something that changes."""
+    """True if objects of a class that is not taken apart may hold something that changes."""
     if kind.__module__ in sys.stdlib_module_names:
         return kind is bytearray
     return not (issubclass(kind, _UNCHANGING) or is_of_a_library(kind.__module__))

@@ -86,7 +86,7 @@ def search(holders: list[Any], modules: int, seen: set[int]) -> list[torch.Gener
 
 
 def _is_entered(value: Any, kind: type) -> bool:
-    """Whether a search looks into a value."""
+    """True if a search looks into a value."""
     # `issubclass`, since `isinstance` asks values for `__class__`, and some answer in Python
     if not kind.__flags__ & _HAS_REFERENCES or issubclass(kind, _NEVER_ENTERED):
         return False
@@ -95,7 +95,7 @@ def _is_entered(value: Any, kind: type) -> bool:
 
 @functools.cache
 def is_of_a_library(module: str) -> bool:
-    """Whether a module is torch's, Python's or ours: its objects hold no generator of a user's."""
+    """True if a module is torch's, Python's or ours: its objects hold no generator of a user's."""
     root = module.partition(".")[0]
     if module in _ENTERED_LIBRARIES:
         return False
@@ -103,7 +103,7 @@ def is_of_a_library(module: str) -> bool:
 
 
 def _is_pythons_own(root: str) -> bool:
-    """Whether a module is of Python's library, and not a user's file of the same name."""
+    """True if a module is of Python's library, and not a user's file of the same name."""
     if root not in sys.stdlib_module_names:
         return False
     file = getattr(sys.modules.get(root), "__file__", None)
@@ -125,7 +125,7 @@ def parts_of(value: Any) -> list[Any]:
 
 
 def parts_of_function(function: types.FunctionType) -> list[Any]:
-    """What a function closes over, its defaults, and the globals that it names.
+    """Values that a function closes over, its defaults, and the globals that it names.
 
     Globals of a library's function are left out: they are the library's.
     """
@@ -158,7 +158,7 @@ def _add_globals(parts: list[Any], code: types.CodeType, bound: dict[str, Any]) 
 
 
 _FIRST = tuple(vars(nn.Module()))
-"""What every module holds, in order: what is registered, and hooks."""
+"""Names of the attributes that `nn.Module` sets, in order."""
 _COUNT = len(_FIRST)
 _LAST = _FIRST[-1]
 _are_atoms = ATOMS.issuperset
@@ -205,7 +205,7 @@ def _forget(key: int, _: Any) -> None:
 
 
 def class_parts(kinds: Iterable[type]) -> list[Any]:
-    """What modules' classes hold, and what their `forward` names, that may lead to a generator."""
+    """Attributes of classes, and globals of their `forward`, that may lead to a generator."""
     parts: list[Any] = []
     for kind in kinds:
         notes = _notes.get(id(kind))
@@ -218,7 +218,7 @@ def class_parts(kinds: Iterable[type]) -> list[Any]:
 
 
 def _static(kind: type, name: str) -> Any:
-    """What a name stands for in a class or its bases, as it is written there."""
+    """The value of a name in a class or its bases, without binding it."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
@@ -271,7 +271,7 @@ def _global_paths(path: _Path, function: types.FunctionType, seen: set[int]) -> 
 
 
 def _may_lead(value: Any) -> bool:
-    """Whether a name with this value may ever lead to a generator; None is filled in later."""
+    """True if a name with this value may ever lead to a generator; None is filled in later."""
     if value is None or isinstance(value, torch.Generator):
         return True
     return type(value) not in ATOMS and _is_entered(value, type(value))

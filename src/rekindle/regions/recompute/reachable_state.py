@@ -1,9 +1,9 @@
-"""Which modules and random generators a region can be seen to reach: a replay restores their state.
+"""Modules and random generators that a region can be seen to reach: a replay restores their state.
 
 Followed are: modules and what is below them; bound methods; partials; closures, default arguments
 and globals of functions; containers; and the attributes of plain objects, a few steps deep. A
 module that is reached in no such way is run twice like any other code. What modules hold is
-searched for generators, however deep: Note [How generators are found] in generators.py.
+searched for generators, however deep: Note [How generators are found] in random_generators.py.
 """
 
 import functools
@@ -103,7 +103,7 @@ def _follow(value: Any, found: tuple[list[nn.Module], list[torch.Generator]], de
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What a value leads to in one step."""
+    """The objects that a value leads to in one step."""
     if isinstance(value, types.FunctionType):
         return parts_of_function(value)
     if isinstance(value, types.MethodType):

@@ -102,9 +102,9 @@ class RecomputeRegion(Region):
         self.function = inputs.function
         self.lock = RLock()
         self.start = ForwardSnapshot(inputs, function, args, kwargs, options.preserve_rng_state)
-        """What a replay starts from."""
+        """Arguments and state from before the forward."""
         self.saved = SlotTable()
-        """What autograd saved in forward."""
+        """Slots of what autograd saved in forward."""
         self.tracer = entered_mode(PROXY)
         """Who makes a graph of the forward. Note [A trace inside a region]."""
         if not options.plain:
@@ -257,7 +257,7 @@ class RecomputeRegion(Region):
             self.empty_in_time()
 
     def _distribute(self, found: Collected) -> None:
-        """Put what a replay saved into the slots, checked against what the forward saved."""
+        """Fill the slots with what a replay saved, checked against what the forward saved."""
         checks = self.options.determinism_check != "none"
         # Note [What frees a replayed activation]
         give_away = graph_task_id() == -1 or (keep_graph() and exec_group() is None)

@@ -122,7 +122,7 @@ def _is_checked(region: "RecomputeRegion", found: Collected) -> bool:
 
 
 def _surroundings(region: "RecomputeRegion") -> "_Surroundings | None":
-    """What a replay has to change around it; None if all is as in forward and nobody looks on."""
+    """The state to change around a replay; None if all is as in forward and nobody looks on."""
     start = region.start
     modules = start.modules
     if modules is not None and modules.is_as_before():
@@ -142,7 +142,7 @@ def _surroundings(region: "RecomputeRegion") -> "_Surroundings | None":
 
 
 class _Surroundings:
-    """What differs around a replay from its forward, and who looks on."""
+    """State around a replay that is not as in its forward, and contexts that look on."""
 
     __slots__ = ("_before", "_modules", "_modules_before", "_start")
 

@@ -1,4 +1,4 @@
-"""Random numbers: a replay draws what its forward drew, and nobody else notices.
+"""Random state: a replay draws what its forward drew, and no other code sees a difference.
 
 The CPU generator's state is 5 kB, a CUDA generator's is a seed and an offset in 16 bytes, also
 while a CUDA graph is captured. Both are cheaper to read always than to find out whether the region
@@ -54,7 +54,7 @@ def now(then: RngState) -> RngState:
 
 
 def restore(then: RngState) -> None:
-    """Put every generator back to where it was."""
+    """Set every generator of a snapshot to the state it has there."""
     cpu, others = then
     _set_cpu_state(cpu)
     for generator, state in others:

@@ -39,34 +39,43 @@ _WRITTEN = -1
 _MANY_PLACES = 1 << 14
 """So many places of one function are remembered; then it is learnt anew."""
 
-_habits: WeakKeyDictionary[Any, dict[Path, int]] = WeakKeyDictionary()
+_histories: WeakKeyDictionary[Any, dict[Path, int]] = WeakKeyDictionary()
 """By function, or by the module it belongs to: how often a tensor in a place was not written to."""
 
 
-def habits_of(function: Any) -> dict[Path, int]:
-    """What is known of a function: how often it left a tensor alone, or that it writes to it."""
+def write_history_of(function: Any) -> dict[Path, int]:
+    """How often a function left the tensor at a path alone, or that it writes to it, by path."""
     while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", None)
     key: Any = owner if isinstance(owner, nn.Module) else getattr(function, "__code__", None)
     if key is None:
         key = function if isinstance(function, nn.Module) else type(function)
-    habits = _habits.setdefault(key, {})
-    if len(habits) > _MANY_PLACES:
-        habits.clear()
-    return habits
+    history = _histories.setdefault(key, {})
+    if len(history) > _MANY_PLACES:
+        history.clear()
+    return history
 
 
 class TensorState:
     """One tensor that an object holds, as the forward found it."""
 
-    __slots__ = ("_alias", "_copy", "_habits", "_meta", "_original", "_version", "_wanted", "path")
+    __slots__ = (
+        "_alias",
+        "_copy",
+        "_history",
+        "_meta",
+        "_original",
+        "_version",
+        "_wanted",
+        "path",
+    )
 
     def __init__(
-        self, tensor: Tensor, path: Path, habits: dict[Path, int], keep_graph: bool = False
+        self, tensor: Tensor, path: Path, history: dict[Path, int], keep_graph: bool = False
     ) -> None:
         self.path = path
-        self._habits = habits
+        self._history = history
         self._original = ref(tensor)
         self._meta: tuple[torch.Size, torch.dtype] | None = None
         """Shape and dtype of a tensor that is let go."""
@@ -77,7 +86,7 @@ class TensorState:
         if not (keep_graph or (self._wanted and grad_fn_of(tensor) is None)):
             self._alias = past_modes(detached, tensor)
         self._copy: Tensor | None = None
-        if habits.get(path, 0) < _LEARNING or _is_small(tensor):
+        if history.get(path, 0) < _LEARNING or _is_small(tensor):
             self._copy = self._copied()
 
     def _copied(self) -> Tensor | None:
@@ -94,29 +103,29 @@ class TensorState:
         if alias is None:
             return
         if self.has_changed():
-            self._habits[self.path] = _WRITTEN
+            self._history[self.path] = _WRITTEN
             self._meta = alias.shape, alias.dtype
             self._alias = None  # it may belong to the region's own graph by now
         elif self._copy is not None and not _is_small(alias):
             self._copy = None
-            seen = self._habits.get(self.path, 0)
+            seen = self._history.get(self.path, 0)
             if seen != _WRITTEN:
-                self._habits[self.path] = seen + 1
+                self._history[self.path] = seen + 1
 
     def has_changed(self) -> bool:
-        """Whether somebody wrote to the tensor since the region was called."""
+        """True if somebody wrote to the tensor since the region was called."""
         alias, version = self._alias, self._version
         return alias is None or (version >= 0 and alias._version != version)
 
     def is_still(self, tensor: Any) -> bool:
-        """Whether this is the very tensor, as it was."""
+        """True if this is the very tensor, as it was."""
         original = self._original()
         if original is None or original is not tensor or self.has_changed():
             return False
         return original.requires_grad == self._wanted
 
     def written_memory(self) -> int | None:
-        """What tells the memory of a tensor that the forward wrote to from that of others."""
+        """A key for the memory of a tensor that the forward wrote to; None if it did not."""
         if self._copy is None or self._alias is None or not self.has_changed():
             return None
         return past_modes(_memory_of, self._alias)
@@ -156,7 +165,7 @@ class TensorState:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Whether a tensor is copied at every call."""
+    """True if a tensor is copied at every call."""
     return tensor.is_cpu and tensor.nbytes <= _SMALL
 
 
@@ -197,7 +206,7 @@ _HARMLESS = frozenset(
         Tensor.__len__,
     )
 )
-"""What may be asked of a tensor that is not there."""
+"""Functions that a tensor which is not there can answer: they read its shape and dtype."""
 
 
 class UnavailableTensor(Tensor):

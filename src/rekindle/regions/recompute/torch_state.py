@@ -71,7 +71,7 @@ class TorchState:
             set_old_vmap_level(0)
 
     def put_back(self) -> None:
-        """Have everything as it was."""
+        """Set all of it to what it was when this was made."""
         pop_hooks_to(self._hooks)
         current.set(self._running)
         set_grad_enabled(self._grad)
@@ -100,7 +100,7 @@ class TorchState:
 
 @contextmanager
 def entered(then: ambient.Ambient) -> Iterator[None]:
-    """Run as in `then`, and put back what is now, whatever happens."""
+    """A context with the surrounding state of a snapshot; puts back what was there before."""
     before = TorchState()
     try:
         ambient.enter(then)

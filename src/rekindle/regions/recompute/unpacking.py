@@ -1,6 +1,6 @@
-"""Putting held arguments together for a replay, with objects that are what they were.
+"""Rebuilding held arguments for a replay, with objects as they were before the forward.
 
-Note [Objects among the arguments] in objects.py says which objects are made anew.
+Note [Objects among the arguments] in object_state.py says which objects are made anew.
 """
 
 import functools
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rekindle.regions.recompute.call_state import CallState
 
 
-class Fresh:
-    """Puts held arguments together for a replay; what was one object in the call is one again."""
+class Rebuilding:
+    """Rebuilds held arguments for a replay; what was one object in the call is one again."""
 
     def __init__(
         self, wanted: Iterator[bool], versions: Iterator[int], state: "CallState | None"
@@ -105,7 +105,7 @@ def as_they_were(objects: list[ObjectState]) -> dict[int, Any]:
 
 
 def holds_what_it_held(state: ObjectState, original: Any, parts: list[ObjectState]) -> bool:
-    """Whether an object has the same attributes and entries as before; adds objects it leads to."""
+    """True if an object has the same attributes and entries as before; adds objects it leads to."""
     attributes, items = state.parts_now(original)
     before = state.attributes
     if len(before) != len(attributes):
@@ -122,7 +122,7 @@ _NOTHING = object()
 
 
 def matches(packed: Any, now: Any, parts: list[ObjectState]) -> bool:
-    """Whether a value now is the one that was packed, with the same entries."""
+    """True if a value now is the one that was packed, with the same entries."""
     kind = type(packed)
     if kind is ObjectState:
         parts.append(packed)

@@ -137,7 +137,7 @@ class SelectiveRegion(Region):
             if footprint is not None:
                 self._saved.append((ref(value), footprint))
         if self._checks_values and value.held is None:
-            slot.before = past_modes(fingerprint.take, x)
+            slot.before = past_modes(fingerprint.fingerprint_of, x)
         return slot
 
     @staticmethod
@@ -253,11 +253,11 @@ class SelectiveSlot(RecordedSlot):
 
     def _check(self, tensor: Tensor, before: "fingerprint.Fingerprint") -> None:
         """Raise if the content differs: `determinism_check="values"`."""
-        after = fingerprint.take(tensor)
+        after = fingerprint.fingerprint_of(tensor)
         if after is not None and not torch.equal(before.checksum, after.checksum):
             raise CheckpointError(
                 f"{before.what} was made again with other values than in forward: "
-                f"{fingerprint.how_much(before, after)}. An op of the region does not repeat "
+                f"{fingerprint.format_change(before, after)}. An op of the region does not repeat "
                 "itself; keep its result by the policy, or turn deterministic algorithms on."
             )
 
