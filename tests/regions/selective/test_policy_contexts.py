@@ -92,3 +92,12 @@ def test_a_policy_answers_as_a_torch_policy_function(
 ) -> None:
     ctx = TorchContext(is_recompute=False)
     assert policy(ctx, aten.mm.default, 1, 2) is answer
+
+
+def test_a_policy_that_is_given_as_it_is_makes_no_dispatch_modes() -> None:
+    class Silent(type(keep())):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("the engine takes the policy itself")
+
+    silent = Silent(keep().then, None)  # type: ignore[attr-defined]
+    assert replayed(waves, leaf(3), silent) == 0

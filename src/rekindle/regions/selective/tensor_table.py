@@ -90,6 +90,10 @@ class TensorTable:
         """True if there has been an unwritten tensor."""
         self._under_autocast = any_autocast()  # where ops are recorded, it is off
 
+    def __len__(self) -> int:
+        """Number of entries, some of them perhaps of tensors that are gone."""
+        return len(self._entries)
+
     def find(self, tensor: Tensor) -> RecordedValue | None:
         """The value of a tensor, if the region has met it and it still has the same memory."""
         found = self._entries.get(id(tensor))
