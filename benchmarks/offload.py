@@ -27,7 +27,7 @@ import rekindle
 from benchmarks.decoder import SHAPES, Decoder, Shape
 from benchmarks.measure import environment, format_table, interleaved, save_json
 from benchmarks.workload import Comparison, Forward, Workload, plain
-from rekindle.offload.owners import forget_shared
+from rekindle.offload.owners import forget_unowned
 
 _WARM_UP = 4
 """Steps before anything is measured; the engine learns in the first three."""
@@ -147,7 +147,7 @@ def measure_one(
 
 
 def measure(shape: Shape, seconds: float) -> list[Result]:
-    forget_shared()  # so that nothing was learnt from another shape
+    forget_unowned()  # so that nothing was learnt from another shape
     work = Workload(shape, "cuda")
     comparison = Comparison(work)
     results = []

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from rekindle.offload.owners import forget_shared
+from rekindle.offload.owners import forget_unowned
 from rekindle.offload.tiers.spill_file import SpillFile
 from rekindle.planner.measure import timing
 
@@ -127,8 +127,8 @@ def fixed_seed() -> None:
 
 @pytest.fixture
 def new_offloaders() -> None:
-    """No `with rekindle.offload(...)` has learnt of any step, or has memory set aside."""
-    forget_shared()
+    """No context or policy outside a model has learnt of any step, or has memory set aside."""
+    forget_unowned()
 
 
 @pytest.fixture

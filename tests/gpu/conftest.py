@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rekindle.offload.owners import forget_shared
+from rekindle.offload.owners import forget_unowned
 
 
 @pytest.fixture
 def own_offloaders() -> Iterator[None]:
     """The test begins with offloaders that have learnt nothing, and leaves none behind."""
-    forget_shared()
+    forget_unowned()
     yield
-    forget_shared()
+    forget_unowned()
     gc.collect()
 
 

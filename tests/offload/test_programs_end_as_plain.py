@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 
-from rekindle.offload.owners import forget_shared
+from rekindle.offload.owners import forget_unowned
 from tests.offloading import spilling
 from tests.programs import MODES, Mode, Program, differences, format_program, programs
 from tests.programs import run as run_program
@@ -52,7 +52,7 @@ FEW = settings(
 @FEW
 @given(programs({"offloaded": Mode(offloaded)}))
 def test_random_programs_with_offloaded_regions_end_as_plain(program: Program) -> None:
-    forget_shared()
+    forget_unowned()
     modes = {"offloaded": Mode(offloaded)}
     assert_ends_as_plain(program, lambda: outcome(program, plain=False, modes=modes), modes)
 
@@ -60,7 +60,7 @@ def test_random_programs_with_offloaded_regions_end_as_plain(program: Program) -
 @FEW
 @given(programs())
 def test_random_programs_that_are_offloaded_whole_end_as_plain(program: Program) -> None:
-    forget_shared()
+    forget_unowned()
     assert_ends_as_plain(program, lambda: offloaded(outcome, program, plain=True))
 
 
@@ -70,6 +70,6 @@ def test_random_programs_of_checkpointed_regions_that_are_offloaded_whole_end_as
     program: Program,
 ) -> None:
     """Regions may run what plain autograd refuses, with offload or without."""
-    forget_shared()
+    forget_unowned()
     if outcome(program, plain=True) is not None:
         assert_ends_as_plain(program, lambda: offloaded(outcome, program, plain=False))

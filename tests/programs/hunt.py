@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 import rekindle
-from rekindle.offload.owners import forget_shared
+from rekindle.offload.owners import forget_unowned
 from rekindle.offload.tiers.spill_file import SpillFile
 from tests.programs.drawing import program_of
 from tests.programs.modes import MODES, Mode
@@ -137,7 +137,7 @@ def _failure(
     way: Way, program: Program, expected: dict[str, Any], seed: int, device: str
 ) -> tuple[str, str] | None:
     """How a program failed, and a text that shows it; None if it ended as the plain run."""
-    forget_shared()
+    forget_unowned()
     try:
         with _written(at_once=bool(seed % 2)):
             for time_run in range(1, 1 + (_TIMES if way.moves else 1)):

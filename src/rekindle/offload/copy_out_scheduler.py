@@ -99,6 +99,8 @@ class CopyOutScheduler:
     def limit_device_bytes(self, step: StepActivations) -> None:
         """Have the device wait for copy-outs until no more is on it than the schedule allows."""
         queue = self.queue
+        if not queue:
+            return
         if step.schedule is None:
             while queue and queue.nbytes > step.lead:
                 queue.end_first(step)

@@ -66,6 +66,10 @@ class OffloaderSet:
             if key == (offloader.strategy, True) and offloader.strategy not in strategies:
                 del self._found[key]
 
+    def clear(self) -> None:
+        """Forget the offloaders: each is freed when no graph has an activation of it."""
+        self._found.clear()
+
     def __reduce__(self) -> Any:
         return OffloaderSet, ()
 
@@ -135,7 +139,8 @@ def shared_offloaders() -> list[Offloader]:
     return list(_shared.values())
 
 
-def forget_shared() -> None:
-    """Have the next context of any arguments begin with an offloader that has learnt nothing."""
+def forget_unowned() -> None:
+    """Have contexts, and policies outside models, begin with offloaders that learnt nothing."""
     _shared.clear()
     _recent.clear()
+    process_owner.clear()

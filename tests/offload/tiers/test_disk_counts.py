@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 import rekindle
-from rekindle.offload.owners import forget_shared, shared_offloaders
+from rekindle.offload.owners import forget_unowned, shared_offloaders
 from rekindle.offload.tiers.disk import DiskCopy
 from tests.spilling import DEPTH, PAGE, SECONDS, SENT, Gate, Spill, leaf, spill_to
 
@@ -150,7 +150,7 @@ def test_host_memory_is_not_counted_for_the_disk(spill: Spill) -> None:
 
 
 def test_one_offloader_serves_all_blocks_of_the_same_options(tmp_path: Path) -> None:
-    forget_shared()
+    forget_unowned()
     for _ in range(3):
         spill_to(tmp_path).gradient(leaf())
     assert len(shared_offloaders()) == 1
