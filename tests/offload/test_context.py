@@ -336,4 +336,4 @@ def test_what_comes_back_is_seen_by_who_observes_only_the_backward() -> None:
     with rekindle.observe() as seen:
         loss.backward()
     assert seen.spill.tensors_in > 0
-    assert str(seen).startswith("fate")
+    assert str(seen).startswith("strategy")
