@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import rekindle
-from rekindle.planner.measure.memory_meter import LiveBytes
+from rekindle.planner.instruments.memory_meter import LiveBytes
 
 LAYERS, DIM, HEADS, CONTEXT, BATCH, DROPOUT = 6, 96, 4, 64, 8, 0.1
 STEPS = 30

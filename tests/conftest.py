@@ -21,7 +21,7 @@ import torch
 
 from rekindle.offload.owners import forget_unowned
 from rekindle.offload.tiers.spill_file import SpillFile
-from rekindle.planner.measure import timing
+from rekindle.planner.instruments import timing
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

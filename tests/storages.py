@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rekindle.planner.measure.memory_meter import storages_of
+from rekindle.planner.instruments.memory_meter import storages_of
 
 
 class PolledBytes(TorchDispatchMode):

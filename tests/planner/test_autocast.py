@@ -11,7 +11,7 @@ from torch.nn import functional
 import rekindle
 from rekindle.modules.caches import no_caches
 from rekindle.planner.devices import device_named
-from rekindle.planner.measure.memory_meter import LiveBytes
+from rekindle.planner.instruments.memory_meter import LiveBytes
 from rekindle.planner.op_words import word_of
 from rekindle.planner.plan_for_budget import plan_by
 from rekindle.planner.timeline import simulate

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks.decoder import Block as DecoderBlock
 from benchmarks.decoder import Shape
 from rekindle.planner.devices import device_named
-from rekindle.planner.measure.memory_meter import LiveBytes
+from rekindle.planner.instruments.memory_meter import LiveBytes
 from rekindle.planner.trace.block_trace import record
 from rekindle.regions.saved_indices import recomputable_indices
 from tests.toys import Block

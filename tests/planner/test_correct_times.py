@@ -9,8 +9,8 @@ import torch
 
 import rekindle
 from rekindle._api import planning
+from rekindle.planner.instruments.timing import DeviceClock
 from rekindle.planner.measure.correct_times import correct_times
-from rekindle.planner.measure.timing import DeviceClock
 from rekindle.planner.profile_model import bench_for
 from rekindle.planner.types import BlockProfile, Candidate, Profile
 from rekindle.strategy import Keep, Recompute

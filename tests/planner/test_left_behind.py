@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.planner.measure.memory_meter import LiveBytes
+from rekindle.planner.instruments.memory_meter import LiveBytes
 from tests.planner.language_models import Case, every_model, gpt2
 
 pytest.importorskip("scipy")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import rekindle
+from rekindle.planner.instruments.memory_meter import LiveBytes, bytes_of
 from rekindle.planner.loss import batch_in_form, checked_loss
-from rekindle.planner.measure.memory_meter import LiveBytes, bytes_of
 from tests.toys import Block, Stack, same_bits, total
 
 pytest.importorskip("scipy")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rrelu
 
 import rekindle
-from rekindle.planner.measure.memory_meter import LiveBytes, metered, metered_as_a_whole
+from rekindle.planner.instruments.memory_meter import LiveBytes, metered, metered_as_a_whole
 from rekindle.planner.training_step import describe_tree
 from rekindle.regions.recompute import rng_state as random_state
 

@@ -10,7 +10,7 @@ import torch
 import rekindle
 from rekindle._api import planning
 from rekindle.planner.candidates import undominated
-from rekindle.planner.measure.timing import DeviceClock
+from rekindle.planner.instruments.timing import DeviceClock
 from rekindle.planner.profile_model import bench_for
 from rekindle.planner.types import Candidate
 from rekindle.strategy import (

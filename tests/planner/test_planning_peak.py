@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.planner.measure.memory_meter import LiveBytes
+from rekindle.planner.instruments.memory_meter import LiveBytes
 from rekindle.planner.measure.whole_step_calibration import SLACK
 from tests.planner.language_models import Case, bert, every_model, gpt2, shared_bias, t5
 

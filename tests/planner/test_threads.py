@@ -15,11 +15,11 @@ pytest.importorskip("scipy")
 def test_two_threads_that_call_a_model_with_more_plan_it_again_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = Stack(3, 16)
-    rekindle.fit(model, lambda: model(torch.randn(32, 16)).square().mean(), "80%")
     plans = []
     refit = fit.refit
     monkeypatch.setattr(fit, "refit", lambda *args: plans.append(refit(*args)) or plans[-1])
+    model = Stack(3, 16)
+    rekindle.fit(model, lambda: model(torch.randn(32, 16)).square().mean(), "80%")
     errors: list[BaseException] = []
     ready = threading.Barrier(2)
 

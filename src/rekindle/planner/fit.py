@@ -28,7 +28,7 @@ def fit(step: TrainingStep, profile: Profile, request: FitRequest) -> Plan:
     """Find a plan for a profiled step that keeps it within the budget, and apply it."""
     plan = find_plan(step, profile, request.budget, request.verify)
     apply_plan(step.model, plan)
-    refit_on_larger_calls(step.model, request)
+    refit_on_larger_calls(step.model, request, refit)
     return plan
 
 
@@ -73,7 +73,7 @@ def refit(model: nn.Module, call: ModelCall, request: FitRequest) -> Plan:
     if profile.loss != "given" and request.rest_peak:  # nor is it in a step that is measured
         plan = replace(plan, plain_peak=max(plan.plain_peak, plain_prediction(profile).peak))
     apply_plan(model, plan)
-    refit_on_larger_calls(model, request)
+    refit_on_larger_calls(model, request, refit)
     return plan
 
 

@@ -21,14 +21,14 @@ from rekindle.modules.blocks import unwrapped_blocks
 from rekindle.modules.unwrapping import class_name
 from rekindle.offload.owners import OffloaderSet
 from rekindle.planner.candidates import candidates, undominated, with_casts, with_names
+from rekindle.planner.instruments.memory_meter import metered_as_a_whole
+from rekindle.planner.instruments.timing import Clock, DeviceClock
 from rekindle.planner.loss import Loss
 from rekindle.planner.measure.block_benchmark import BlockBenchmark
 from rekindle.planner.measure.link import link_bandwidth
 from rekindle.planner.measure.measure_candidates import measure_candidates, offload_candidates
-from rekindle.planner.measure.memory_meter import metered_as_a_whole
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.measure.static_memory import static_bytes
-from rekindle.planner.measure.timing import Clock, DeviceClock
 from rekindle.planner.measure.whole_step_calibration import calibrate_to_whole_step
 from rekindle.planner.progress import count_progress, report_progress
 from rekindle.planner.ranks.joint_candidates import agree_on_candidates, worst_of_ranks
@@ -36,11 +36,11 @@ from rekindle.planner.ranks.rank_sync import all_gather, raised_on_all_ranks
 from rekindle.planner.ranks.worst_case import MergedTrace, merge_traces, worst_case
 from rekindle.planner.timeline import cached_after_blocks, simulate
 from rekindle.planner.trace.block_calls import Arguments, BlockCall
-from rekindle.planner.trace.block_signature import BlockKey, block_key, settings_of
+from rekindle.planner.trace.block_signature import block_key, settings_of
 from rekindle.planner.trace.block_trace import trace_block
-from rekindle.planner.trace.step_trace import StepTrace, trace_step
+from rekindle.planner.trace.step_trace import trace_step
 from rekindle.planner.training_step import TrainingStep
-from rekindle.planner.types import BlockProfile, Candidate, Profile
+from rekindle.planner.types import BlockKey, BlockProfile, Candidate, Profile, StepTrace
 from rekindle.regions.recompute import ambient
 from rekindle.strategy import Recompute, TierName
 from rekindle.torch_private.fsdp import gathered_around

@@ -6,10 +6,11 @@ else a log line says that a step may peak higher. An out-of-memory error gets a 
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,14 @@ from rekindle.offload.owners import OffloaderSet, owner_of
 from rekindle.planner.compiled_modules import compiled_around
 from rekindle.planner.fit_request import FitRequest
 from rekindle.planner.input_shapes import Shapes, count_elements, format_shapes, input_shapes
-from rekindle.planner.measure.model_lock import planning_lock
+from rekindle.planner.instruments.model_lock import planning_lock
 from rekindle.planner.oom_notes import annotate_oom
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
+from rekindle.planner.plan_for_budget import BudgetError
 from rekindle.planner.ranks.rank_sync import has_other_ranks
 from rekindle.planner.trace.block_calls import without_graph
+from rekindle.planner.training_step import ModelCall
 from rekindle.regions.base import is_replaying
 from rekindle.regions.selective.offload_bridge import begin_backward
 from rekindle.sizes import format_bytes
@@ -44,6 +47,9 @@ from rekindle.torch_private.saved_tensor_hooks import top_hooks
 
 _log = logging.getLogger("rekindle")
 
+Refit: TypeAlias = Callable[[nn.Module, ModelCall, FitRequest], Plan]
+"""Fits a model to a call, by the request of an earlier `fit`."""
+
 
 class PlanRuntime:
     """A plan on a model in training."""
@@ -52,6 +58,8 @@ class PlanRuntime:
         self.plan = plan
         self.request: FitRequest | None = None
         """The request of the `fit` that applied the plan; None if it was applied by itself."""
+        self.refit: Refit | None = None
+        """Fits the model to a larger call; None if the plan was applied by itself."""
         self.is_on = True
         self._device = compute_device(model)
         self._planned_elements = count_elements(plan.inputs)
@@ -80,8 +88,8 @@ class PlanRuntime:
         if not self._larger:
             return
         reason = self._why_no_refit(model)
-        if reason is None and self.request is not None:
-            self._refit(model, args, kwargs, shapes, self.request)
+        if reason is None:
+            self._fit_to_larger_call(model, args, kwargs, shapes)
         elif not self._has_warned:
             self._has_warned = True
             peak = format_bytes(self.plan.measured_peak or self.plan.predicted_peak)
@@ -99,7 +107,7 @@ class PlanRuntime:
 
     def _why_no_refit(self, model: nn.Module) -> str | None:
         """Return why the model cannot be fitted again in this call; None if it can."""
-        if self.request is None:
+        if self.refit is None:
             return "the plan was applied, not fitted"
         if compiled_around(model, [path for path, _, _ in self.plan.blocks]) is not None:
             return "its blocks are compiled; call rekindle.fit before torch.compile"
@@ -117,19 +125,16 @@ class PlanRuntime:
             return "a parameter has a hook that runs when its gradient is there"
         return None
 
-    def _refit(
-        self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes, request: FitRequest
-    ) -> None:
+    def _fit_to_larger_call(self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
         """Fit the model to a larger call, before that call runs."""
-        from rekindle.planner.fit import refit  # noqa: PLC0415
-        from rekindle.planner.plan_for_budget import BudgetError  # noqa: PLC0415
-        from rekindle.planner.training_step import ModelCall  # noqa: PLC0415
-
+        assert self.refit is not None, "else there is a reason not to"
+        assert self.request is not None, "it comes with refit"
         running = forward_of(model)
         planned = format_shapes(self.plan.inputs)
         larger = f"{format_shapes(shapes)}, larger than {planned} that its plan is for"
         try:
-            plan = refit(model, ModelCall(*without_graph((args, kwargs))), request)
+            call = ModelCall(*without_graph((args, kwargs)))
+            plan = self.refit(model, call, self.request)
         except BudgetError as error:
             raise BudgetError(
                 f"{type(model).__name__} is called with {larger}, and there is no plan for that: "
@@ -255,11 +260,11 @@ def _attach_runtime(plan: Plan, model: nn.Module) -> None:
             attach(module, _RuntimeOnPart(runtime), *found)
 
 
-def refit_on_larger_calls(model: nn.Module, request: FitRequest) -> None:
-    """Have a model with a plan fitted again when it is called with larger inputs."""
+def refit_on_larger_calls(model: nn.Module, request: FitRequest, refit: Refit) -> None:
+    """Have a model with a plan fitted again, by `refit`, when it is called with larger inputs."""
     runtime = _runtime_on(model)
     assert runtime is not None, "its plan was applied"
-    runtime.request = request
+    runtime.request, runtime.refit = request, refit
     where = planned_paths(model)
     if forward_of(model) is None and any(not where[path] for path, _, _ in runtime.plan.blocks):
         # So that the call that finds it too small can run by another plan.

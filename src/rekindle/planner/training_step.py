@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.planner.gradient_fingerprints import FingerprintCollector, Fingerprints
+from rekindle.planner.instruments.memory_meter import bytes_of, storages_of
 from rekindle.planner.loss import A_FUNCTION, Loss, batch_in_form, find_loss
-from rekindle.planner.measure.memory_meter import bytes_of, storages_of
 from rekindle.planner.ranks.rank_sync import wait_for_all_ranks
 from rekindle.planner.types import LossSource
 from rekindle.regions.recompute.call_on_copies import copies_for

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from rekindle.planner import json_files
 from rekindle.planner.as_text import as_text
@@ -32,6 +32,53 @@ from rekindle.strategy import (
 LossSource: TypeAlias = Literal["model", "given", "none"]
 """Where a step's loss comes from: the model, or the function that is the step, returns it; it was
 given as `loss=`; or there is none, and the sum of the outputs stands for it."""
+
+
+class BlockKey(NamedTuple):
+    """The key of a distinct block: calls of blocks with equal keys cost the same."""
+
+    signature: str
+    """Class, parameters, settings and inputs, as text."""
+    ambient: str
+    """The state around the call, such as autocast, as text."""
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """A step with every block recomputed, in numbers.
+
+    Bytes are above what is there all the time.
+    """
+
+    order: tuple[str, ...] = ()
+    """Paths of the blocks, in the order of the forward."""
+    keys: dict[str, BlockKey] = field(default_factory=dict)
+    """The key of each block's first call, by path."""
+    between: tuple[int, ...] = ()
+    """Bytes that the forward made since the block before, for each block."""
+    passed: tuple[int, ...] = ()
+    """Bytes that each block is given by the one before, and that nothing else holds."""
+    before_bytes: int = 0
+    """Bytes of activations when the first block begins."""
+    first_peak: int = 0
+    """The peak before the first block."""
+    rest_peak: int = 0
+    """The peak between the last block's forward and its backward, above what was there then."""
+    last_peak: int = 0
+    """The peak after the first block's backward."""
+    peak: int = 0
+    """The peak of the whole step."""
+    seconds: float = 0.0
+    cast_epochs: tuple[int, ...] = ()
+    """Times that autocast's cache was emptied before each block."""
+    cached_rest_peak: int = 0
+    """As `rest_peak`, until the cache was emptied."""
+    casts_freed_before_backward: bool = False
+    """True if the cache was emptied between the last block's forward and its backward."""
+    casts_in_backward: bool = False
+    """True if the cache held casts when the backward began."""
+    inputs: tuple[tuple[int, ...], ...] = ()
+    """The shapes that the model was called with; the largest, of several calls."""
 
 
 @dataclass(frozen=True)

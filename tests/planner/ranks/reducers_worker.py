@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
-from rekindle.planner.measure.memory_meter import bytes_of
+from rekindle.planner.instruments.memory_meter import bytes_of
 from tests.ranks import Cases, local, run_worlds
 from tests.storages import PolledBytes
 

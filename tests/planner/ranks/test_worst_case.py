@@ -10,9 +10,7 @@ from rekindle.errors import RekindleError
 from rekindle.planner.ranks.failures import failure_of
 from rekindle.planner.ranks.worst_case import merge_traces, shape_of_profile, worst_case
 from rekindle.planner.timeline import simulate
-from rekindle.planner.trace.block_signature import BlockKey
-from rekindle.planner.trace.step_trace import StepTrace
-from rekindle.planner.types import BlockProfile, Candidate, Profile
+from rekindle.planner.types import BlockKey, BlockProfile, Candidate, Profile, StepTrace
 from rekindle.strategy import Keep, NumberedOps, Recompute, Selective
 
 KEEP = Candidate(Keep(), bytes_held=100, forward_seconds=1.0, backward_seconds=2.0)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rekindle.modules.apply_strategies import apply_strategies, undo
 from rekindle.offload.owners import OffloaderSet
-from rekindle.planner.measure.memory_meter import bytes_of, metered, unmetered
-from rekindle.planner.measure.timing import Clock
+from rekindle.planner.instruments.memory_meter import bytes_of, metered, unmetered
+from rekindle.planner.instruments.timing import Clock
 from rekindle.planner.trace.block_calls import BlockCall
 from rekindle.planner.types import Candidate
 from rekindle.strategy import Keep, Strategy

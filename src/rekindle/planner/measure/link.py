@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rekindle.errors import OffloadError
 from rekindle.offload.tiers.spill_file import SpillFile, wait_for
-from rekindle.planner.measure.timing import timed
+from rekindle.planner.instruments.timing import timed
 from rekindle.sizes import format_bytes
 from rekindle.strategy import TierName
 

@@ -7,9 +7,9 @@ import torch
 
 from rekindle.modules.apply_strategies import undo
 from rekindle.planner.gradient_fingerprints import Fingerprints
-from rekindle.planner.measure.memory_meter import metered
+from rekindle.planner.instruments.memory_meter import metered
+from rekindle.planner.instruments.timing import timed
 from rekindle.planner.measure.preserve_model_state import preserve_buffers, repeatable
-from rekindle.planner.measure.timing import timed
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
 from rekindle.planner.runtime import apply_plan

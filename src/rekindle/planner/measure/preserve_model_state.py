@@ -14,7 +14,7 @@ from rekindle.module_attachment import resume, suspend
 from rekindle.modules.apply_strategies import undo
 from rekindle.modules.caches import no_caches
 from rekindle.modules.forward import Forward, forward_of
-from rekindle.planner.measure.model_lock import planning_lock
+from rekindle.planner.instruments.model_lock import planning_lock
 from rekindle.planner.measure.restore_attributes import restore_attributes
 from rekindle.planner.measure.stand_in_parameters import with_stand_in_parameters
 from rekindle.planner.placement import compute_device

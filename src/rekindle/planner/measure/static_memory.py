@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.planner.measure.memory_meter import bytes_of
+from rekindle.planner.instruments.memory_meter import bytes_of
 from rekindle.planner.placement import is_on
 from rekindle.torch_private.fsdp import reshard
 

@@ -14,9 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from rekindle.planner.input_shapes import count_elements
-from rekindle.planner.trace.block_signature import BlockKey
-from rekindle.planner.trace.step_trace import StepTrace
-from rekindle.planner.types import BlockProfile, Candidate, Profile
+from rekindle.planner.types import BlockKey, BlockProfile, Candidate, Profile, StepTrace
 
 _MOST = (
     "bytes_held",

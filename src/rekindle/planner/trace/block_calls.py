@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
 
-from rekindle.planner.measure.cast_cache import as_activations, forward_in_ambient
-from rekindle.planner.measure.memory_meter import storages_of
-from rekindle.planner.measure.model_lock import for_this_thread
+from rekindle.planner.instruments.cast_cache import as_activations, forward_in_ambient
+from rekindle.planner.instruments.memory_meter import storages_of
+from rekindle.planner.instruments.model_lock import for_this_thread
 from rekindle.planner.ranks.rank_sync import wait_for_all_ranks
-from rekindle.planner.trace.block_signature import BlockKey
 from rekindle.planner.training_step import TrainingStep
+from rekindle.planner.types import BlockKey
 from rekindle.regions.recompute import ambient
 from rekindle.torch_private.fsdp import sharded_parameters
 from rekindle.torch_private.pytrees import tree_leaves, tree_map

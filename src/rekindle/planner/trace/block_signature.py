@@ -5,25 +5,17 @@ names of activations. An attribute that only numbers the blocks, such as `layer_
 it would make every block distinct.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from rekindle.modules.unwrapping import class_name
 from rekindle.planner.training_step import describe_leaf, describe_tree
+from rekindle.planner.types import BlockKey
 from rekindle.regions.recompute import ambient
 
 Settings = dict[tuple[str, str], Any]
 """Plain values, by the path of a module inside the block and the attribute's name."""
-
-
-class BlockKey(NamedTuple):
-    """The key of a distinct block: calls of blocks with equal keys cost the same."""
-
-    signature: str
-    """Class, parameters, settings and inputs, as text."""
-    ambient: str
-    """The state around the call, such as autocast, as text."""
 
 
 def block_key(

@@ -9,7 +9,7 @@ is run alone has the step's memory to itself; and gradients are freed as they co
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,52 +20,14 @@ from rekindle.errors import RekindleError
 from rekindle.modules.apply_strategies import apply_strategies, undo
 from rekindle.modules.unwrapping import in_places
 from rekindle.planner.input_shapes import count_elements, input_shapes
-from rekindle.planner.measure.cast_cache import CacheWatch
-from rekindle.planner.measure.memory_meter import Meter, metered, unmetered
-from rekindle.planner.measure.model_lock import for_this_thread
-from rekindle.planner.measure.timing import Clock
+from rekindle.planner.instruments.cast_cache import CacheWatch
+from rekindle.planner.instruments.memory_meter import Meter, metered, unmetered
+from rekindle.planner.instruments.model_lock import for_this_thread
+from rekindle.planner.instruments.timing import Clock
 from rekindle.planner.trace.block_calls import BlockCall, KeyOf, collect_calls
-from rekindle.planner.trace.block_signature import BlockKey
 from rekindle.planner.training_step import TrainingStep
+from rekindle.planner.types import BlockKey, StepTrace
 from rekindle.torch_private.pytrees import tree_leaves
-
-
-@dataclass(frozen=True)
-class StepTrace:
-    """A step with every block recomputed, in numbers.
-
-    Bytes are above what is there all the time.
-    """
-
-    order: tuple[str, ...] = ()
-    """Paths of the blocks, in the order of the forward."""
-    keys: dict[str, BlockKey] = field(default_factory=dict)
-    """The key of each block's first call, by path."""
-    between: tuple[int, ...] = ()
-    """Bytes that the forward made since the block before, for each block."""
-    passed: tuple[int, ...] = ()
-    """Bytes that each block is given by the one before, and that nothing else holds."""
-    before_bytes: int = 0
-    """Bytes of activations when the first block begins."""
-    first_peak: int = 0
-    """The peak before the first block."""
-    rest_peak: int = 0
-    """The peak between the last block's forward and its backward, above what was there then."""
-    last_peak: int = 0
-    """The peak after the first block's backward."""
-    peak: int = 0
-    """The peak of the whole step."""
-    seconds: float = 0.0
-    cast_epochs: tuple[int, ...] = ()
-    """Times that autocast's cache was emptied before each block."""
-    cached_rest_peak: int = 0
-    """As `rest_peak`, until the cache was emptied."""
-    casts_freed_before_backward: bool = False
-    """True if the cache was emptied between the last block's forward and its backward."""
-    casts_in_backward: bool = False
-    """True if the cache held casts when the backward began."""
-    inputs: tuple[tuple[int, ...], ...] = ()
-    """The shapes that the model was called with; the largest, of several calls."""
 
 
 def trace_step(
