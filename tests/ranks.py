@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[1]
 COLLECTIVE_SECONDS = 120
-"""How long a rank waits for the others: far longer than on a busy machine, and not for ever."""
+"""Seconds that a rank waits for the others: far longer than on a busy machine, and not for ever."""
 WORKER_SECONDS = 900
 
 

@@ -149,7 +149,7 @@ GATHERS = ("_allgather_base_", "all_gather_into_tensor")
 
 
 def counted(seen: list[str], *names: str) -> tuple[int, int, int]:
-    """How many collectives of a kind there were in forward, in replays and in the rest."""
+    """Counts of collectives of a kind in forward, in replays and in the rest."""
     found = Counter(
         when for when, name, _ in (line.split(" ", 2) for line in seen) if name in names
     )
@@ -158,7 +158,7 @@ def counted(seen: list[str], *names: str) -> tuple[int, int, int]:
 
 @dataclass
 class Outcome:
-    """What a rank got."""
+    """The gradients and counts of a rank."""
 
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)
     """Of every step, this rank's part."""
@@ -211,6 +211,6 @@ def own_batch() -> Tensor:
 
 
 def seeded_batch(seed: int) -> Callable[[], Tensor]:
-    """The same for all ranks with the same seed: those that share a batch."""
+    """Batches that are the same on all ranks with the same seed: those that share a batch."""
     generator = torch.Generator().manual_seed(seed)
     return lambda: torch.randn(2, 4, DIM, generator=generator)

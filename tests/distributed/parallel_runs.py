@@ -67,7 +67,7 @@ def ddp(
 
 
 def units_of(model: Model, unit: str) -> list[nn.Module]:
-    """What is sharded as a unit, the root aside."""
+    """The modules that are sharded as a unit, the root aside."""
     if unit == "layer":
         return list(model.layers)
     if unit == "part":

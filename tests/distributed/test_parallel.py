@@ -241,7 +241,7 @@ def test_a_pipeline_with_whole_backwards_replays_every_region_once(
         assert outcome.replays == outcome.forwards > 0
 
 
-def test_a_parameter_that_was_sharded_again_is_told_where_a_policy_needs_it() -> None:
+def test_a_parameter_that_was_sharded_again_is_named_where_a_policy_needs_it() -> None:
     """A region over several units: nothing gathers a unit's parameters for the region's replay."""
     weight = torch.nn.Parameter(torch.rand(8))
     x = torch.randn(8, requires_grad=True)

@@ -252,7 +252,7 @@ def test_a_plan_finds_its_ops_again_after_it_was_saved(
 
 @dataclass
 class Branching:
-    """What a block does, from call to call."""
+    """The traces of a block, from call to call."""
 
     doubles: bool = False
     elsewhere: bool = False

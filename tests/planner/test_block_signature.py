@@ -39,7 +39,7 @@ def distinct(*blocks: nn.Module) -> int:
     return len({repr(each) for each in traits.values()})
 
 
-def test_blocks_with_other_rates_are_told_apart() -> None:
+def test_blocks_with_other_rates_are_distinct() -> None:
     assert kinds({"p": 0.1}, {"p": 0.0}, {"p": 0.1}) == [0, 1, 0]
 
 
@@ -61,7 +61,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", ["setting", "inside", "_private"])
 @pytest.mark.parametrize(("one", "other"), OTHERS.values(), ids=OTHERS)
-def test_plain_attributes_tell_blocks_apart(name: str, one: Any, other: Any) -> None:
+def test_blocks_with_other_plain_attributes_are_distinct(name: str, one: Any, other: Any) -> None:
     assert distinct(Settled(**{name: one}), Settled(**{name: other})) == 2
     assert distinct(Settled(**{name: one}), Settled(**{name: one})) == 1
 
@@ -70,7 +70,7 @@ def test_other_attributes_do_not() -> None:
     assert distinct(Settled(setting=object()), Settled(setting=[1])) == 1
 
 
-def test_a_mode_tells_blocks_apart() -> None:
+def test_blocks_in_other_modes_are_distinct() -> None:
     assert distinct(Settled(), Settled().eval()) == 2
 
 

@@ -77,7 +77,7 @@ class _Moody(DeviceClock):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_option_is_predicted_to_be_faster_than_no_plan_whatever_the_clock_says(
+def test_no_candidate_is_predicted_to_be_faster_than_no_plan_whatever_the_clock_says(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")

@@ -177,7 +177,7 @@ def test_layers_that_fit_nowhere_here_are_profiled() -> None:
 
 
 @pytest.mark.usefixtures("few_sets")
-def test_more_layers_have_the_same_menu_and_a_longer_order() -> None:
+def test_more_layers_have_the_same_candidates_and_a_longer_order() -> None:
     few, many = (rekindle.profile(*seventy(n), device="meta", like="H200") for n in (2, 6))
     assert len(many.blocks) == 1
     assert many.blocks == few.blocks

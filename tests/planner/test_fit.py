@@ -103,7 +103,7 @@ def test_a_profile_that_is_given_is_not_measured_again(monkeypatch: pytest.Monke
     assert rekindle.plan_of(model) is plans[1]
 
 
-def test_what_one_op_gives_back_is_an_option_and_holds_exactly_that_much_less() -> None:
+def test_to_recompute_by_one_op_is_a_candidate_and_holds_exactly_that_much_less() -> None:
     model = nn.Sequential(*[Mlp(16, 64) for _ in range(2)])
     (block,) = rekindle.profile(model, torch.randn(32, 16, requires_grad=True)).blocks
     keep = next(option for option in block.candidates if option.strategy == Keep())
@@ -127,7 +127,7 @@ def test_a_second_fit_replaces_the_first() -> None:
     assert all(forward_of(module) is None for module in model.modules())
 
 
-def test_a_model_that_has_fates_is_measured_without_them() -> None:
+def test_a_model_that_has_strategies_is_measured_without_them() -> None:
     model, batch = Stack(4, 16), torch.randn(512, 16)
     plain = rekindle.profile(model, batch)
     rekindle.apply(model, "recompute")
@@ -143,7 +143,7 @@ def test_a_model_that_has_fates_is_measured_without_them() -> None:
         assert held[0] == held[1]
 
 
-def test_fates_outside_the_blocks_are_gone_after_a_fit() -> None:
+def test_strategies_outside_the_blocks_are_gone_after_a_fit() -> None:
     model, batch = by_keywords()
     rekindle.apply(model, {"head": "recompute"})
     rekindle.fit(model, batch, "100%")
@@ -218,7 +218,7 @@ def test_a_fit_inside_autocast_gives_the_gradients_of_a_plain_step() -> None:
         assert all_same(plain, step(model, x))
 
 
-def test_a_block_that_is_run_twice_has_one_option() -> None:
+def test_a_block_that_is_run_twice_has_one_strategy() -> None:
     model, batch = twice()
     profile = rekindle.profile(model, batch)
     for point in rekindle.frontier(profile, 5):
@@ -228,7 +228,7 @@ def test_a_block_that_is_run_twice_has_one_option() -> None:
         assert all(len(options) == 1 for options in chosen.values())
 
 
-def test_blocks_that_learn_and_blocks_that_do_not_are_told_apart() -> None:
+def test_blocks_that_learn_and_blocks_that_do_not_are_distinct() -> None:
     model = Stack(4, 16)
     model.blocks[1:3].requires_grad_(False)
     profile = rekindle.profile(model, torch.randn(64, 16).requires_grad_())

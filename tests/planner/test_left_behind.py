@@ -43,7 +43,7 @@ def hooks_of(model: nn.Module) -> list[Any]:
 
 
 class Left:
-    """What there is more after a call than before."""
+    """Differences in bytes, hooks, files, threads and settings that a call leaves."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
         self._model = model
@@ -132,7 +132,7 @@ def test_nothing_is_left_behind_where_it_fails(
 
 
 def failed_with(error: type[BaseException], call: Callable[[], Any]) -> bool:
-    """Whether a call raises an error; none of its frames is left."""
+    """Returns whether a call raises an error; none of its frames is left."""
     try:
         call()
     except error:

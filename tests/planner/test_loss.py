@@ -73,7 +73,7 @@ def test_with_the_loss_the_measured_peak_is_that_of_the_real_step_to_the_byte(bu
     assert plan.measured_peak == peak_of_a_step(model, batch) <= plan.budget
 
 
-def test_without_the_loss_the_real_step_takes_more_than_the_plan_says_and_a_warning_tells() -> None:
+def test_without_the_loss_the_real_step_takes_more_than_planned_and_a_warning_says_so() -> None:
     model, batch = Language(), words()
     with pytest.warns(UserWarning, match=r"The loss is not in the plan.*loss=lambda"):
         plan = rekindle.fit(model, batch, "100%")

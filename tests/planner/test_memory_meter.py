@@ -1,4 +1,4 @@
-"""What budgets count on a CPU, and what docs/budget.md says that they do not."""
+"""Bytes that budgets count on a CPU, and those that docs/budget.md says they do not."""
 
 import functools
 import gc

@@ -82,7 +82,7 @@ def noisy(menu: list[Candidate], draw: random.Random) -> list[Candidate]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_the_clock_said_an_option_is_left_that_needs_no_more_memory(seed: int) -> None:
+def test_whatever_the_clock_said_a_candidate_is_left_that_needs_no_more_memory(seed: int) -> None:
     draw = random.Random(seed)
     menu = random_menu(draw)
     for _ in range(20):
@@ -100,14 +100,14 @@ OTHER = replace(SMALL, strategy=Selective(NumberedOps((1,))))
 MOVED = {"bytes_moved": 1, "largest_moved": 1}
 
 
-def test_an_option_with_more_bytes_that_is_slower_beyond_noise_is_pruned() -> None:
+def test_a_candidate_with_more_bytes_that_is_slower_beyond_noise_is_pruned() -> None:
     worse = replace(
         SMALL, strategy=Selective(NumberedOps((1,))), bytes_held=6, backward_seconds=1.5
     )
     assert undominated([SMALL, worse]) == [SMALL]
 
 
-def test_an_option_with_more_bytes_that_is_slower_within_noise_stays() -> None:
+def test_a_candidate_with_more_bytes_that_is_slower_within_noise_stays() -> None:
     menu = [
         replace(SMALL, seconds_noise=0.3),
         replace(
@@ -130,12 +130,12 @@ def test_an_option_with_more_bytes_that_is_slower_within_noise_stays() -> None:
     ],
     ids=["another strategy", "moves something", "another tier"],
 )
-def test_an_option_is_not_pruned_for_one_of_another_kind(change: dict[str, Any]) -> None:
+def test_a_candidate_is_not_pruned_for_one_of_another_kind(change: dict[str, Any]) -> None:
     menu = [SMALL, replace(SMALL, bytes_held=6, backward_seconds=9.0, **change)]
     assert undominated(menu) == menu
 
 
-def test_of_options_with_the_same_bytes_the_fastest_stays() -> None:
+def test_of_candidates_with_the_same_bytes_the_fastest_stays() -> None:
     fast = replace(SMALL, strategy=Selective(NumberedOps((2,))), backward_seconds=0.9)
     slow = replace(OTHER, seconds_noise=5.0)
     assert undominated([SMALL, fast, slow]) == [fast]

@@ -96,7 +96,7 @@ def test_each_result_that_moves_takes_the_host_its_time() -> None:
     ]
 
 
-def test_all_that_can_be_derived_is_an_option_and_the_large_ones_alone() -> None:
+def test_all_that_one_op_recomputes_is_a_candidate_and_the_large_ones_alone() -> None:
     large, whole = recomputing_saved((0, 2, 3, 4), SAVES)
     assert parts(large) == ((0, 3, 4), ())  # 40 and 20, not 10
     assert parts(whole)[0] == (0, 2, 3, 4)
@@ -113,7 +113,7 @@ def test_names_are_those_of_the_ops_that_made_what_is_saved() -> None:
     assert Candidate(SavedIndices()).describe() == "keep all"
 
 
-def test_an_option_is_carried_out_by_the_numbers_of_its_ops() -> None:
+def test_a_strategy_is_run_by_the_numbers_of_its_ops() -> None:
     policy = policy_of(NumberedOps((2,), (5,)))
     assert isinstance(policy, NumberedOpsPolicy)
     assert policy.by_number == {2: Decision.KEEP, 5: Decision.OFFLOAD_AS_PLANNED}

@@ -1,4 +1,4 @@
-"""What is around a model that is planned: heads, batches, blocks that do not run, random states."""
+"""Parts of a step around a planned model: heads, batches, blocks that do not run, random states."""
 
 import random
 from typing import Any

@@ -39,7 +39,7 @@ def test_remove_takes_all_of_it_off(log_lines: Lines) -> None:
     assert log_lines() == []
 
 
-def test_other_fates_take_the_place_of_a_plan() -> None:
+def test_other_strategies_take_the_place_of_a_plan() -> None:
     model = fitted()
     rekindle.apply(model, "recompute")
     assert rekindle.plan_of(model) is None

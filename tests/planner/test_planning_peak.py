@@ -39,7 +39,7 @@ def test_planning_peaks_no_higher_than_a_step_with_every_block_recomputed(
     assert profile.planning_peak - profile.static_bytes <= (1 + SLACK) * peak
 
 
-def test_a_plan_tells_the_planning_peak() -> None:
+def test_a_plan_has_the_planning_peak() -> None:
     model, batch = gpt2()
     profile = rekindle.profile(model, batch)
     assert rekindle.fit(model, batch, "80%", profile=profile).planning_peak == profile.planning_peak

@@ -69,7 +69,7 @@ def test_without_it_nothing_moves_on_a_cpu(decoder: Decoder, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", [SavedIndices, Selective])
-def test_options_that_spill_give_the_gradients_of_a_plain_step(
+def test_candidates_that_spill_give_the_gradients_of_a_plain_step(
     kind: type, decoder: Decoder, x: Tensor, profile: rekindle.Profile
 ) -> None:
     expected = gradients(decoder, x)
@@ -142,7 +142,7 @@ def test_larger_inputs_are_planned_with_disk_too(
     rekindle.remove(model)
 
 
-def test_an_option_is_carried_out_by_its_tier() -> None:
+def test_a_strategy_is_run_by_its_tier() -> None:
     policy = policy_of(NumberedOps((1,), (2,), tier="disk"))
     assert isinstance(policy, NumberedOpsPolicy)
     assert policy.by_number == {1: Decision.KEEP, 2: Decision.SPILL_AS_PLANNED}

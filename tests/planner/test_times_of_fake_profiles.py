@@ -42,7 +42,7 @@ def test_on_a_faster_device_a_step_takes_less() -> None:
     assert len(set(seconds)) == 4
 
 
-def test_a_device_with_a_link_has_options_that_offload() -> None:
+def test_a_device_with_a_link_has_candidates_that_offload() -> None:
     model, batch = that_learns()
     profile = rekindle.profile(model, batch, device="meta", like="H100")
     assert profile.bytes_per_second == 64e9 * 0.85

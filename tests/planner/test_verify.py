@@ -301,7 +301,7 @@ def test_a_checksum_sees_one_bit_and_one_swap() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 )
-def test_a_sketch_tells_how_far_apart_gradients_are(dtype: torch.dtype) -> None:
+def test_a_sketch_estimates_how_far_apart_gradients_are(dtype: torch.dtype) -> None:
     gradient = torch.randn(100, 50, dtype=dtype)
     other = gradient + (0.1 * torch.randn(100, 50, dtype=dtype))
     taken = fingerprints({"a": gradient, "b": other, "empty": torch.empty(0), "none": None})

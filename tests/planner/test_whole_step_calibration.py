@@ -1,4 +1,4 @@
-"""What a whole step takes longer than its blocks did alone is added to options op by op."""
+"""The extra time of a whole step over its blocks alone is added to candidates op by op."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def test_a_step_that_takes_no_longer_changes_nothing() -> None:
     assert together(0.5 + 4 * FEW.seconds - 1.0, Stack(4)) == BLOCK
 
 
-def test_the_step_runs_by_the_option_that_holds_least_and_moves_nothing() -> None:
+def test_the_step_runs_by_the_candidate_that_holds_least_and_moves_nothing() -> None:
     model, seen = Stack(4), []
 
     def step() -> float:
@@ -95,7 +95,7 @@ def test_a_step_that_does_not_fit_changes_nothing() -> None:
     assert all(forward_of(block) is None for block in model.blocks)
 
 
-def test_blocks_without_such_options_are_left_alone() -> None:
+def test_blocks_without_such_candidates_are_left_alone() -> None:
     block = BlockProfile("Block", "Block", (KEEP, DROP))
     assert calibrate_to_whole_step(Stack(4), profile_of(block), lambda: 100.0) == profile_of(block)
 

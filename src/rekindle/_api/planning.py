@@ -166,7 +166,7 @@ def _worst_profile(profile: Any, call: str) -> Profile:
     if any(shape_of_profile(other) != shape_of_profile(profile) for other in profiles):
         raise ValueError(
             "The profiles that ranks were given are not of one measurement: they have other blocks "
-            "or options. Call rekindle.profile on all ranks of the group at a time."
+            "or candidates. Call rekindle.profile on all ranks of the group at a time."
         )
     return worst_case(profiles, profile)
 
@@ -270,7 +270,7 @@ def fit(
         profile: what `rekindle.profile` measured of this model and batch, if it has been: then
             another budget takes seconds.
         spill: as for `profile`.
-        verify: `"gradients"` runs one more step, by other means than the plan, to compare the
+        verify: `"gradients"` runs one more step, by other strategies than the plan, to compare the
             gradients with; `"peak"` does not; `"auto"` does if a step is predicted to take less
             than a minute. `plan.verified` says what was found.
         progress: as for `profile`.

@@ -28,7 +28,7 @@ KINDS = {"ddp": DistributedDataParallel, "fsdp": sharded}
 
 
 def refused(model: nn.Module, x: Tensor) -> bool:
-    """Whether a plan is refused on this rank, where regions are wrong on the second one alone."""
+    """Returns whether a plan is refused here, where regions are wrong on the second rank alone."""
     rekindle.remove(model)
     try:
         with wrong_recompute(0.03 * dist.get_rank()):

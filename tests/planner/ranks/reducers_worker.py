@@ -261,7 +261,7 @@ def is_same(case: Callable[[Fit], list[Tensor]]) -> bool:
 
 
 def static(model: nn.Module, x: Tensor) -> dict[str, int]:
-    """What counts as always there, with the state of an optimizer before its first step and after;
+    """Bytes that count as static, with the state of an optimizer before its first step and after;
     and the bytes of this rank's parts of parameters, and of the batch."""
     optimizer = torch.optim.Adam(model.parameters())
     found = {
@@ -315,7 +315,7 @@ def shares() -> dict[str, Any]:
 
 
 def trained(folder: Path, budget: str | None) -> list[Tensor]:
-    """What a `Trainer` makes of a tiny model, with a static graph; planned for a budget, or not."""
+    """The weights of a tiny model after a `Trainer` with a static graph, planned or not."""
     import transformers  # noqa: PLC0415
 
     from rekindle.integrations.transformers import Callback  # noqa: PLC0415

@@ -112,7 +112,7 @@ def test_a_rank_that_makes_a_collective_call_alone_hears_who_is_missing(
     assert second["then"]
 
 
-def test_ranks_that_make_different_calls_are_told(results: RankResults) -> None:
+def test_ranks_that_make_different_calls_raise_an_error(results: RankResults) -> None:
     first, second = (rank["raised"]["text"] for rank in results.of("other call"))
     assert first.endswith("but rank 1 called profile()")
     assert second.endswith("but rank 0 called fit()")

@@ -1,4 +1,4 @@
-"""What several ranks measured as one profile, and the error of one rank on all: as values."""
+"""Traces and profiles of several ranks merged into one, and the error of one rank on all."""
 
 import pickle
 from dataclasses import replace

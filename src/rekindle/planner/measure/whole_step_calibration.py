@@ -58,24 +58,26 @@ def _within_recompute_peak(profile: Profile) -> list[Candidate]:
     The step may peak as high as one with every block recomputed, and a little: Note [What profiling
     may hold]. With less than a quarter of the blocks there is too little to tell from noise.
     """
-    menus = [profile.candidates(i) for i in range(len(profile.order))]
-    recomputing = [next(each for each in menu if each.strategy == Recompute()) for menu in menus]
-    leanest = [_leanest(menu) for menu in menus]
+    blocks = [profile.candidates(i) for i in range(len(profile.order))]
+    recomputing = [
+        next(c for c in candidates if c.strategy == Recompute()) for candidates in blocks
+    ]
+    leanest = [_leanest(block) for block in blocks]
     room = simulate(profile, recomputing).peak - profile.static_bytes
     if profile.recompute_peak is not None:  # which was measured
         room = min(room, profile.recompute_peak - profile.static_bytes)
     limit = profile.static_bytes + (1 + SLACK) * room
     first = 0  # a replay is on top of less where those that hold more come later
-    while first < len(menus) and (
+    while first < len(blocks) and (
         simulate(profile, recomputing[:first] + leanest[first:]).peak > limit
     ):
         first += 1
-    return [] if 4 * first > 3 * len(menus) else recomputing[:first] + leanest[first:]
+    return [] if 4 * first > 3 * len(blocks) else recomputing[:first] + leanest[first:]
 
 
-def _leanest(menu: tuple[Candidate, ...]) -> Candidate:
+def _leanest(candidates: tuple[Candidate, ...]) -> Candidate:
     """Return the candidate that goes op by op and holds least; else the one that recomputes all."""
-    still = [candidate for candidate in menu if not candidate.bytes_moved]
+    still = [candidate for candidate in candidates if not candidate.bytes_moved]
     selecting = [candidate for candidate in still if isinstance(candidate.strategy, Selective)]
     return min(
         selecting or [candidate for candidate in still if candidate.strategy == Recompute()],

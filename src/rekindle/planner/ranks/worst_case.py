@@ -135,7 +135,7 @@ def _rising(epochs: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def worst_candidates(
-    menus: Sequence[Sequence[Candidate]], own: Sequence[Candidate]
+    by_rank: Sequence[Sequence[Candidate]], own: Sequence[Candidate]
 ) -> list[Candidate]:
     """A rank's own candidates, each with the most that any rank measured of it."""
     return [
@@ -144,7 +144,7 @@ def worst_candidates(
             **{name: max(getattr(other, name) for other in others) for name in _MOST},
             input_freed=min(other.input_freed for other in others),
         )
-        for candidate, *others in zip(own, *menus, strict=True)
+        for candidate, *others in zip(own, *by_rank, strict=True)
     ]
 
 
@@ -192,5 +192,5 @@ def _most_known(values: Iterable[int | None]) -> int | None:
 
 def shape_of_profile(profile: Profile) -> Any:
     """Return the parts that profiles of ranks have in common if one plan is to fit all."""
-    menus = [[(type(c.strategy), c.tier) for c in b.candidates] for b in profile.blocks]
-    return profile.model, profile.order, menus
+    kinds = [[(type(c.strategy), c.tier) for c in b.candidates] for b in profile.blocks]
+    return profile.model, profile.order, kinds
