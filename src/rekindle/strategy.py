@@ -105,9 +105,17 @@ class Offload(Strategy):
     derive: bool = True
 
     def _key(self) -> tuple[Any, ...]:
-        """The fields, with a quota of 1 byte told from a share of 1.0."""
-        values = tuple(getattr(self, field.name) for field in fields(self))
-        return (*values, isinstance(self.quota, float))
+        """The fields, with a quota of 1 byte told from a share of 1.0; offloaders go by it."""
+        return (
+            self.tier,
+            self.quota,
+            type(self.quota),
+            self.min_bytes,
+            self.max_host_bytes,
+            self.directory,
+            self.on_full,
+            self.derive,
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Offload) and self._key() == other._key()

@@ -147,7 +147,7 @@ class Forward:
     ) -> Any:
         """Run the forward as a region."""
         options: dict[str, Any] = {} if self.policy is None else {"context_fn": self.policy}
-        if any(name in _OPTIONS for name in kwargs):  # the module's own, not ours
+        if kwargs and any(name in _OPTIONS for name in kwargs):  # the module's own, not ours
             call = _with_keywords(forward, tuple(kwargs))
             return checkpoint(call, *kwargs.values(), *args, **options)
         return checkpoint(forward, *args, **options, **kwargs)
@@ -170,10 +170,16 @@ class Forward:
 @no_graph_begins
 def _own_forward(module: nn.Module) -> Callable[..., Any]:
     """The forward of a module's class, bound to the module."""
-    forward = inspect.getattr_static(type(module), "forward")
+    kind = type(module)
+    for base in kind.__mro__:  # as inspect.getattr_static, in a tenth of the time
+        if "forward" in base.__dict__:
+            forward = base.__dict__["forward"]
+            break
+    else:
+        raise AttributeError(f"{kind.__name__} has no forward")
     if isinstance(forward, FunctionType):
         return MethodType(forward, module)
-    bound: Callable[..., Any] = forward.__get__(module, type(module))
+    bound: Callable[..., Any] = forward.__get__(module, kind)
     return bound
 
 
