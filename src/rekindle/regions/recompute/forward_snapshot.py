@@ -16,7 +16,15 @@ class ForwardSnapshot:
     Made when the region is called; `close` ends it with the forward. Nothing changes it after that.
     """
 
-    __slots__ = ("_had_cuda", "ambient", "inputs", "modules", "rng", "sees_all_generators")
+    __slots__ = (
+        "_had_cuda",
+        "ambient",
+        "has_autocast",
+        "inputs",
+        "modules",
+        "rng",
+        "sees_all_generators",
+    )
 
     def __init__(
         self,
@@ -29,6 +37,7 @@ class ForwardSnapshot:
         self.inputs = inputs
         self._had_cuda = had_cuda = cuda_in_use()
         self.ambient = ambient.snapshot(had_cuda)
+        self.has_autocast = self.ambient[-2] is not None
         modules, generators, self.sees_all_generators = reached_from(function, args, kwargs)
         self.modules = ModuleState(modules, function) if modules else None
         """None if the function reaches no module."""

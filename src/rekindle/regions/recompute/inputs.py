@@ -14,7 +14,7 @@ before the forward: Note [Objects among the arguments] in object_state.py.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -28,6 +28,8 @@ from rekindle.regions.recompute.random_generators import PLAIN
 from rekindle.regions.recompute.unpacking import Rebuilding, paths_of_tensors
 from rekindle.torch_private.autograd_graph import tensor_hooks
 from rekindle.torch_private.version_counters import counter_owner, version_of
+
+_NO_DEVICES: frozenset[torch.device] = frozenset()
 
 
 class Inputs:
@@ -61,14 +63,14 @@ class Inputs:
         self._versions: list[int] = []
         self._wanted: list[bool] = []
         """Which tensors required a gradient, in the order in which they are met."""
-        self.devices: set[torch.device] = set()
+        self.devices: frozenset[torch.device] = _NO_DEVICES
         self.function = function
         """The function to run: that in a partial, if the partial brings objects with it."""
         self._args: Any = args
         self._kwargs: Any = kwargs
-        self._hooks: list[int] = []
+        self._hooks: Sequence[int] = ()
         """How many hooks each tensor has when the forward has ended."""
-        self._shifts: list[tuple[Tensor, int]] = []
+        self._shifts: Sequence[tuple[Tensor, int]] = ()
         """Tensors that hooks gave back for this replay, and how far their versions are behind."""
         self.state: CallState | None = None
         """Objects that the region may write to, if there are any among the arguments."""
@@ -100,7 +102,7 @@ class Inputs:
                 self._versions.append(version_of(arg))
                 self._wanted.append(arg.requires_grad)
                 if not arg.is_cpu:
-                    self.devices.add(arg.device)
+                    self.devices |= {arg.device}
             elif type(arg) not in PLAIN:
                 return False
         return len(self._tensors) < 2 or len(set(map(id, self._tensors))) == len(self._tensors)
@@ -110,7 +112,7 @@ class Inputs:
         self._versions.append(version_of(tensor))
         self._wanted.append(tensor.requires_grad)
         if not tensor.is_cpu:
-            self.devices.add(tensor.device)
+            self.devices |= {tensor.device}
 
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments; until `close`, if hooks keep them."""
@@ -128,7 +130,9 @@ class Inputs:
             self._tensors = []
         elif hooked:
             self._tensors = []
-        self._hooks = [len(tensor_hooks(t) or ()) for t in self._tensors]
+        tensors = self._tensors
+        if tensors:
+            self._hooks = [len(tensor_hooks(t) or ()) for t in tensors]
         if self.state is not None:
             self.state.close()
 
@@ -169,7 +173,7 @@ class Inputs:
 
     def forget_replay(self) -> None:
         """Let go of the arguments that hooks gave back."""
-        self._shifts = []
+        self._shifts = ()
 
     def note_on(self, error: BaseException) -> None:
         """Add a note to an error of a replay that names arguments which may have caused it."""

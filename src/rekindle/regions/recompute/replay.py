@@ -98,8 +98,9 @@ def _hook(region: "RecomputeRegion", found: Collected) -> Callable[[Tensor], Any
     """The saved-tensor hook of a replay: where it stops, and whether it is checked."""
     saved = region.saved
     needed = saved.needed()
-    early_stop = region.options.early_stop and saved.stopping_pays(needed)
-    stop = (region.running or early_stop) and not region.traces
+    stop = not region.traces and (
+        region.running or (region.options.early_stop and saved.stopping_pays(needed))
+    )
     if not (stop or _is_checked(region, found)):
         found.unchecked = True
         return found.tensors.append
@@ -127,7 +128,7 @@ def _surroundings(region: "RecomputeRegion") -> "_Surroundings | None":
     modules = start.modules
     if modules is not None and modules.is_as_before():
         modules = None
-    same = start.ambient == ambient.snapshot() and not ambient.has_autocast(start.ambient)
+    same = not start.has_autocast and start.ambient == ambient.snapshot()
     is_plain = same and not (
         region.contexts
         or region.trace

@@ -74,8 +74,9 @@ class SlotTable:
 
     def needed(self) -> int:
         """How many saves a replay has to make: up to the last one whose slot lives."""
-        count = len(self.slots)
-        while self.slots[count - 1]() is None:
+        slots = self.slots
+        count = len(slots)
+        while slots[count - 1]() is None:
             count -= 1
         return count
 
