@@ -76,8 +76,8 @@ def _saves(model: nn.Module) -> None:
 
 
 def _offloaded_blocks(model: nn.Module) -> None:
-    for block, fate in zip(model.blocks, ("recompute", "spill"), strict=True):  # type: ignore[arg-type]
-        rekindle.apply(block, fate)
+    for block, strategy in zip(model.blocks, ("recompute", "spill"), strict=True):  # type: ignore[arg-type]
+        rekindle.apply(block, strategy)
 
 
 def _autocast() -> AbstractContextManager[Any]:

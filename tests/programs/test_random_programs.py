@@ -40,8 +40,8 @@ QUICK_ON_A_GPU = 60
 
 
 @pytest.fixture
-def frames(monkeypatch: pytest.MonkeyPatch) -> WeakSet[Any]:
-    """The frames that are alive."""
+def living_regions(monkeypatch: pytest.MonkeyPatch) -> WeakSet[Any]:
+    """The regions that are alive."""
     alive: WeakSet[Any] = WeakSet()
 
     class NotedRecomputeRegion(RecomputeRegion):
@@ -91,30 +91,30 @@ def _plain(program: Program, device: str, modes: Mapping[str, Mode]) -> dict[str
     raise AssertionError
 
 
-def _check(program: Program, frames: WeakSet[Any], device: str) -> None:
+def _check(program: Program, living_regions: WeakSet[Any], device: str) -> None:
     note(format_program(program))
     expected = _plain(program, device, MODES)
-    frames.clear()
+    living_regions.clear()
     gc.disable()
     try:
         found = run(program, plain=False, device=device)
-        left = _left(frames, device)
+        left = _left(living_regions, device)
     finally:
         gc.enable()
     assert not differences(expected, found), "\n".join(differences(expected, found))
     assert left == 0, f"{left} regions are held by a reference cycle"
 
 
-def _left(frames: WeakSet[Any], device: str) -> int:
-    """How many frames outlive their step."""
+def _left(living_regions: WeakSet[Any], device: str) -> int:
+    """How many regions outlive their step."""
     patience = time.monotonic() + 1
     # A device's thread may let go of the last node a moment after backward has returned.
-    while frames and device != "cpu" and time.monotonic() < patience:
+    while living_regions and device != "cpu" and time.monotonic() < patience:
         time.sleep(0.001)
-    return len(frames)
+    return len(living_regions)
 
 
-def _check_many(request: pytest.FixtureRequest, frames: WeakSet[Any], device: str) -> None:
+def _check_many(request: pytest.FixtureRequest, living_regions: WeakSet[Any], device: str) -> None:
     wanted = request.config.getoption("--programs")
     ran = 0
 
@@ -122,7 +122,7 @@ def _check_many(request: pytest.FixtureRequest, frames: WeakSet[Any], device: st
     @given(programs())
     def check(program: Program) -> None:
         nonlocal ran
-        _check(program, frames, device)
+        _check(program, living_regions, device)
         ran += 1
 
     check()
@@ -133,9 +133,9 @@ def _check_many(request: pytest.FixtureRequest, frames: WeakSet[Any], device: st
 
 
 def test_random_programs_end_a_step_as_the_plain_run_does(
-    request: pytest.FixtureRequest, frames: WeakSet[Any]
+    request: pytest.FixtureRequest, living_regions: WeakSet[Any]
 ) -> None:
-    _check_many(request, frames, "cpu")
+    _check_many(request, living_regions, "cpu")
 
 
 def test_a_mode_that_draws_other_random_numbers_is_found() -> None:
@@ -190,6 +190,6 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
 def test_random_programs_end_a_step_as_the_plain_run_does_on_a_gpu(
-    request: pytest.FixtureRequest, frames: WeakSet[Any]
+    request: pytest.FixtureRequest, living_regions: WeakSet[Any]
 ) -> None:
-    _check_many(request, frames, "cuda")
+    _check_many(request, living_regions, "cuda")
