@@ -26,7 +26,7 @@ from tests.toys import Stack
 
 pytest.importorskip("scipy")
 
-from rekindle.planner.solve.solver import smallest
+from rekindle.planner.solve.solver import least_peak
 
 
 def sizes(option: Candidate) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ def test_the_least_budget_of_a_profile_does_not_depend_on_the_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     profiles = [measured(seed, monkeypatch) for seed in range(5)]
-    assert len({smallest(profile).prediction.peak for profile in profiles}) == 1
+    assert len({least_peak(profile).prediction.peak for profile in profiles}) == 1
 
 
 def test_which_results_may_be_kept_does_not_depend_on_the_clock(

@@ -95,7 +95,7 @@ def test_the_last_plan_that_is_tried_is_the_least_there_is(
 ) -> None:
     model, x = Stack(6, 16), torch.randn(256, 16)
     profile, tried = rekindle.profile(model, x), []
-    least = solver.smallest(profile).prediction.peak
+    least = solver.least_peak(profile).prediction.peak
     monkeypatch.setattr(planning, "profile", lambda *_, **__: profile)
 
     def always_more(_step: Any, plan: rekindle.Plan, _profile: Any, **_: Any) -> MeasuredStep:

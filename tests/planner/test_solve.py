@@ -9,8 +9,9 @@ from functools import cache
 import pytest
 
 import rekindle
-from rekindle.planner.solve.solver import choose, improved, shaken, smallest
-from rekindle.planner.timeline import simulate
+from rekindle.planner.solve.local_search import anneal, local_search
+from rekindle.planner.solve.solver import choose, least_peak
+from rekindle.planner.timeline import Timeline, simulate
 from rekindle.planner.types import BlockProfile, Candidate, Prediction, Profile, Solution
 from rekindle.sizes import parse_bytes
 from rekindle.strategy import Keep, NumberedOps, Recompute, Selective, Strategy
@@ -279,26 +280,26 @@ def test_a_smaller_budget_never_peaks_higher_where_many_choices_take_the_same_ti
     order = tuple((f"blocks.{i}", 0) for i in range(6))
     profile = Profile("Toy", "none", "", 0, 0, 0, 0.0, 0.0, (block,), order)
     top = simulate(profile, [keep] * 6).peak
-    low = smallest(profile).prediction.peak
+    low = least_peak(profile).prediction.peak
     found = [chosen(profile, top - (top - low) * i // 40).prediction for i in range(41)]
     assert [p.peak for p in found] == sorted((p.peak for p in found), reverse=True)
 
 
 @every_profile
 @of_one_kind_and_of_two
-def test_the_smallest_is_the_lowest_peak_there_is(seed: int, kinds: int) -> None:
+def test_the_least_peak_is_the_lowest_peak_there_is(seed: int, kinds: int) -> None:
     profile = random_profile(seed, kinds=kinds)
     least = min(choice.peak for choice in all_choices(profile))
-    assert least <= smallest(profile).prediction.peak <= least * 1.003
+    assert least <= least_peak(profile).prediction.peak <= least * 1.003
 
 
-def test_the_smallest_is_found_where_what_holds_most_peaks_lowest() -> None:
+def test_the_least_peak_is_found_where_what_holds_most_peaks_lowest() -> None:
     """Contrived: replaying takes less time than keeping, and more room."""
     keep = Candidate(Keep(), 100 * MIB, 0, 1.0, 3.0, 100 * MIB, 0)
     drop = Candidate(Recompute(), 90 * MIB, 0, 1.0, 2.0, 100 * MIB, 60 * MIB)
     block = BlockProfile("Block", "Block", (keep, drop))
     profile = Profile("Toy", "none", "", 0, 0, 0, 0.0, 0.0, (block,), (("0", 0),))
-    assert smallest(profile).prediction.peak == 100 * MIB
+    assert least_peak(profile).prediction.peak == 100 * MIB
 
 
 def test_a_budget_that_nothing_fits_into_is_refused_with_the_budget() -> None:
@@ -331,7 +332,7 @@ def test_a_refusal_names_a_budget_close_to_the_least_there_is(seed: int) -> None
 
 def test_a_refusal_says_what_is_there_all_the_time_and_where_the_peak_is() -> None:
     profile = replace(random_profile(0), static_bytes=123 * MIB)
-    least = smallest(profile)
+    least = least_peak(profile)
     with pytest.raises(rekindle.BudgetError) as refused:
         rekindle.solve(profile, 1)
     assert "of which 123 MiB are parameters, gradients, optimizer state" in str(refused.value)
@@ -383,8 +384,9 @@ def test_two_blocks_that_are_better_changed_together_are() -> None:
     first = one[0], other[0]
     start = Solution(first, simulate(profile, first), 0.0)
     budget = simulate(profile, (one[1], other[1])).peak
-    assert improved(profile, start, budget).candidates == first
-    assert shaken(profile, start, budget).candidates == (one[1], other[1])
+    timeline = Timeline(profile)
+    assert local_search(timeline, [start], budget).candidates == first
+    assert anneal(timeline, start, budget).candidates == (one[1], other[1])
 
 
 def test_every_block_of_a_plan_has_its_path_and_kind_in_the_order_of_the_forward() -> None:

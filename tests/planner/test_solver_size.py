@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.planner.solve import solver
+from rekindle.planner.solve import milp as program
 from rekindle.planner.trace.block_calls import BlockCall
 from rekindle.planner.trace.block_trace import trace_block
 from tests.planner.test_solve import layers
@@ -20,14 +20,14 @@ pytest.importorskip("scipy")
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The rows and variables of what HiGHS is given."""
     found: list[tuple[int, int]] = []
-    milp = solver.milp
+    milp = program.milp
 
     def counted(cost: Any, *, constraints: Any, **options: Any) -> Any:
         found.append(constraints.A.shape)
         assert constraints.A.shape[1] == len(cost)
         return milp(cost, constraints=constraints, **options)
 
-    monkeypatch.setattr(solver, "milp", counted)
+    monkeypatch.setattr(program, "milp", counted)
     return found
 
 

@@ -162,8 +162,8 @@ def test_what_comes_back_is_there_ahead_of_its_use_no_longer_than_the_link_needs
 
 def test_what_comes_back_comes_one_after_another() -> None:
     # Wanted at 10, 8 and 6 with three seconds to spare, at three seconds each: from 4, 1 and -2 on.
-    spans = [(10.0, 12.0), (8.0, 10.0), (6.0, 8.0), (0.0, 3.0)]
-    assert _ahead([50, 50, 50, 0], spans, 50, 50 / 3) == [0, 50, 100, 100]
+    begins, ends = [10.0, 8.0, 6.0, 0.0], [12.0, 10.0, 8.0, 3.0]
+    assert _ahead([50, 50, 50, 0], begins, ends, 50, 50 / 3) == [0, 50, 100, 100]
 
 
 def test_the_largest_result_that_moves_says_how_much_is_late() -> None:

@@ -205,7 +205,7 @@ def _frontier(profile: Profile, points: int) -> list[Point]:
 
     report_progress("smallest peak")
     highest = plain_prediction(profile).peak
-    least = on_first_rank(lambda: solver.smallest(profile).prediction.peak)
+    least = on_first_rank(lambda: solver.least_peak(profile).prediction.peak)
     found: list[Point] = []
     for i in count_progress(range(points), "point"):
         budget = highest - (highest - least) * i // max(points - 1, 1)

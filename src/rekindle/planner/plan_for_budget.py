@@ -25,7 +25,7 @@ def solved(profile: Profile, limit: int) -> Plan:
         choice = solver.choose(profile, limit)
         if choice is not None:
             return choice
-        least = solver.smallest(profile)
+        least = solver.least_peak(profile)
         least_kib = -(-least.prediction.peak // 1024)
         raise BudgetError(
             f"No plan fits into {format_bytes(limit)}. The least that works is {least_kib} KiB, "

@@ -1,39 +1,48 @@
-"""What a little less memory would cost in time, and what a little more would save.
+"""The time of a step within a little less memory, and within a little more.
 
-A tenth of what the activations have. Where all blocks are alike and nothing moves that is solved;
-elsewhere the plan itself is changed step by step: that fits, and is close to the best.
+A tenth of what the activations have. Where all blocks are alike and nothing moves it is solved
+for; elsewhere the plan itself is changed by a local search: that fits, and is close to the best.
 """
 
 from dataclasses import replace
 
 from rekindle.planner.solve import solver
+from rekindle.planner.solve.local_search import local_search
+from rekindle.planner.timeline import Timeline
 from rekindle.planner.types import Candidate, Nearby, Prediction, Profile, Solution
 
 _SHARE = 10
-_LOOKS = 50_000
-"""Blocks that are looked at for each of the two, less than a tenth of a second."""
+_MAX_BLOCK_EVALUATIONS = 50_000
+"""Blocks that are evaluated for each of the two, less than a tenth of a second."""
 
 
 def nearby(
     profile: Profile, budget: int, candidates: tuple[Candidate, ...], now: Prediction
 ) -> tuple[Nearby | None, Nearby | None]:
-    """A step with less memory and with more than one by these candidates, made for this budget."""
+    """A step within less memory, and within more, than one by these candidates for this budget."""
     used = min(budget, now.peak)  # of a budget with room to spare, less costs nothing
     part = max((used - profile.static_bytes) // _SHARE, 1)
-    choice = Solution(candidates, now, 0.0)
-    less = _within(profile, used - part, choice)
+    solution = Solution(candidates, now, 0.0)
+    less = _within(profile, used - part, solution)
     if less is not None and less.seconds is not None:
         less = replace(less, seconds=max(less.seconds, now.seconds))
-    more = _within(profile, budget + part, choice)
+    more = _within(profile, budget + part, solution)
     if more is not None:  # what fits now fits then
         more = replace(more, seconds=min(more.seconds or now.seconds, now.seconds))
     return less, more
 
 
-def _within(profile: Profile, limit: int, choice: Solution) -> Nearby | None:
+def _within(profile: Profile, limit: int, solution: Solution) -> Nearby | None:
     """A step within a limit; None if it is not known."""
-    if solver.counts(profile) and not solver.moves(profile):
+    if _are_alike(profile) and not solver.moves(profile):
         found = solver.choose(profile, limit)
         return Nearby(limit, None if found is None else found.prediction.seconds)
-    changed = solver.improved(profile, choice, limit, _LOOKS).prediction
+    timeline = Timeline(profile)
+    changed = local_search(timeline, [solution], limit, _MAX_BLOCK_EVALUATIONS).prediction
     return Nearby(limit, changed.seconds) if changed.peak <= limit else None
+
+
+def _are_alike(profile: Profile) -> bool:
+    """Returns whether all blocks are of one kind, and each is called once: quick to solve for."""
+    paths = {path for path, _ in profile.order}
+    return len(profile.blocks) == 1 and len(paths) == len(profile.order)

@@ -1,217 +1,366 @@
-"""The step's timeline: how high memory rises at each of its points, and how long it takes."""
+"""The timeline of a training step: the one model of its memory and time.
 
+A step is a row of moments: before the blocks, the forward of each block, the head and the loss, the
+backward of each block, and after them. Memory at each moment is a sum over the blocks' candidates,
+and `Timeline.moments` has these sums as they are: the integer program takes them for its rows.
+`Timeline.evaluate` walks the same moments with numbers, and adds what is no sum: results that are
+being copied out or back, and who waits for whom among host, device and link.
+"""
+
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from rekindle.planner.types import Candidate, Prediction, Profile
 
 
-def simulate(profile: Profile, candidates: Sequence[Candidate]) -> Prediction:
-    """What happens if each block runs by its candidate, in the order of the forward.
+class Terms(NamedTuple):
+    """One candidate at one place of the forward: what it adds to the moments of the step."""
 
-    The offload engine lets two large results leave late: its lead, as `offload.choose.lead_of` has
-    it, with the largest result for a large one. What comes back does so in time.
+    left: int
+    """Bytes that its forward leaves on the device, without those of its input that it frees."""
+    cached: int
+    """Bytes of casts that its forward leaves in autocast's cache alone."""
+    waiting: int
+    """Bytes that its backward adds to gradients of casts that wait for other calls of the block."""
+    forward_peak: int
+    backward_peak: int
+    moved: int
+    largest_moved: int
+    forward_seconds: float
+    forward_host_seconds: float
+    backward_seconds: float
+    backward_host_seconds: float
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment at which memory may peak, as a sum; bytes are above those before the first block.
+
+    The sum: `constant`, what the forwards of blocks before `left_until` left, casts that the blocks
+    of `cached` have in autocast's cache, gradients of casts that wait from blocks from
+    `waiting_from` on, and a peak of the block at `place`.
     """
-    lead = 2 * max((candidate.largest_moved for candidate in candidates), default=0)
-    stays = _stays(candidates, lead)
-    moves = [
-        candidate.bytes_moved - stay for candidate, stay in zip(candidates, stays, strict=True)
-    ]
-    late = lead if any(moves) else 0
-    between = profile.between or (0,) * len(candidates)
-    gone = _gone(profile, candidates)
-    course = _Course(profile.bytes_per_second)
-    points = [profile.first_peak - profile.before_bytes]
-    held = sent = 0
-    cached, again, pending = _casts(profile, candidates)
-    for i, candidate in enumerate(candidates):
-        held += between[i]
-        on_the_way = min(course.leaving + late, sent)
-        points.append(held + cached[i] + on_the_way + candidate.forward_peak)
-        held += candidate.bytes_held + stays[i] - gone[i] - again[i]
-        sent += moves[i]
-        course.forward(candidate, moves[i])
-    until_emptied = cached[-1] + profile.cached_rest_peak
-    in_backward = cached[-1] if profile.casts_in_backward else 0
-    rest = max(until_emptied, in_backward + profile.rest_peak)
-    points.append(held + min(course.leaving + late, sent) + rest)
-    course.turn(profile.rest_seconds)
-    spans = [course.backward(candidates[i], moves[i]) for i in range(len(candidates) - 1, -1, -1)]
-    ahead = _ahead(moves, spans[::-1], lead // 2, profile.bytes_per_second) if sent else moves
-    for i in range(len(candidates) - 1, -1, -1):
-        candidate, stay = candidates[i], stays[i]
-        there = held + in_backward + profile.output_held
-        points.append(there + candidate.backward_peak - stay + ahead[i])
-        held -= candidate.bytes_held + stay + between[i] - gone[i] - again[i]
-        held += pending[i]
-    points.append(profile.last_peak - profile.before_bytes)
-    highest = max(points)
-    base = profile.static_bytes + profile.before_bytes
-    return Prediction(base + highest, course.seconds, _told(profile, points.index(highest)))
+
+    at: str
+    constant: int
+    left_until: int = 0
+    cached: range = range(0)
+    waiting_from: int | None = None
+    place: int | None = None
+    peak: Literal["forward_peak", "backward_peak"] | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The peak and time of a step: bytes above those before the first block, and seconds."""
+
+    peak: int
+    seconds: float
+    moment: int
+    """Index of the moment of the peak."""
+
+
+class Timeline:
+    """A profile's step, evaluated for any choice of candidates.
+
+    Where a block is called more than once, its calls have one candidate; autocast casts its weights
+    once, until the cache is emptied: Note [How long casts live] in cast_cache.py.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.count = count = len(profile.order)
+        self.base = profile.static_bytes + profile.before_bytes
+        """Bytes on the device before the first block."""
+        between, total = profile.between or (0,) * count, 0
+        self._between: list[int] = []
+        """Bytes made outside the blocks so far, at each place."""
+        for nbytes in between:
+            total += nbytes
+            self._between.append(total)
+        self._epoch_starts = self._starts_of_epochs()
+        self.is_repeated, waits = self._repeated_calls()
+        """True at the places of a block that was called before, with its weights still cast."""
+        self.terms = [
+            [self._terms(i, candidate, waits[i]) for candidate in profile.candidates(i)]
+            for i in range(count)
+        ]
+        """The terms of each candidate at each place."""
+        self.moments = self._moments()
+
+    def _starts_of_epochs(self) -> list[int]:
+        """At each place, the first one since autocast's cache was emptied."""
+        epochs, starts = self.profile.cast_epochs, list[int]()
+        for i, epoch in enumerate(epochs):
+            starts.append(i if not i or epoch != epochs[i - 1] else starts[-1])
+        return starts or [0] * self.count
+
+    def _repeated_calls(self) -> tuple[list[bool], list[int]]:
+        """Calls with weights that are cast already; and +1 at the last of several, -1 at the first.
+
+        One cast has one gradient, so that of a block's last call waits for its first.
+        """
+        repeated, waits = [False] * self.count, [0] * self.count
+        if not self.profile.cast_epochs:
+            return repeated, waits
+        calls: dict[tuple[str, int], list[int]] = {}
+        for i, (path, _) in enumerate(self.profile.order):
+            calls.setdefault((path, self._epoch_starts[i]), []).append(i)
+        for first, *others in calls.values():
+            for i in others:
+                repeated[i] = True
+            if others:
+                waits[first], waits[others[-1]] = -1, 1
+        return repeated, waits
+
+    def _terms(self, place: int, candidate: Candidate, waits: int) -> Terms:
+        profile, repeated = self.profile, self.is_repeated[place]
+        freed = min(profile.passed[place], candidate.input_freed) if profile.passed else 0
+        cached = candidate.casts_cached if profile.cast_epochs and not repeated else 0
+        return Terms(
+            candidate.bytes_held - freed - (candidate.casts_held if repeated else 0),
+            cached,
+            waits * (candidate.casts_cached + candidate.casts_held),
+            candidate.forward_peak,
+            candidate.backward_peak,
+            candidate.bytes_moved,
+            candidate.largest_moved,
+            candidate.forward_seconds,
+            candidate.forward_host_seconds,
+            candidate.backward_seconds,
+            candidate.backward_host_seconds,
+        )
+
+    def _moments(self) -> list[Moment]:
+        """The moments in their order, as long as nothing moves."""
+        profile, last = self.profile, self.count - 1
+        paths = [path or "the model" for path, _ in profile.order]
+        after_all = range(self._epoch_starts[last], self.count)
+        in_backward = after_all if profile.casts_in_backward else range(0)
+        made, head = self._between, "the head and the loss"
+        forwards = [
+            Moment(
+                f"the forward of {path}",
+                *(made[i], i, range(self._epoch_starts[i], i)),
+                place=i,
+                peak="forward_peak",
+            )
+            for i, path in enumerate(paths)
+        ]
+        backwards = [
+            Moment(
+                f"the backward of {paths[i]}",
+                *(made[i] + profile.output_held, i + 1, in_backward, i + 1),
+                place=i,
+                peak="backward_peak",
+            )
+            for i in range(last, -1, -1)
+        ]
+        return [
+            Moment("the forward before the blocks", profile.first_peak - profile.before_bytes),
+            *forwards,
+            Moment(head, made[last] + profile.cached_rest_peak, self.count, after_all),
+            Moment(head, made[last] + profile.rest_peak, self.count, in_backward),
+            *backwards,
+            Moment("the backward after the blocks", profile.last_peak - profile.before_bytes),
+        ]
+
+    def predict(self, indices: Sequence[int]) -> Prediction:
+        """The peak and time of a step by the candidates with these indices."""
+        found = self.evaluate([self.terms[i][k] for i, k in enumerate(indices)])
+        return self._prediction(found)
+
+    def predict_candidates(self, candidates: Sequence[Candidate]) -> Prediction:
+        """The peak and time of a step by these candidates, which need not be the profile's."""
+        waits = self._repeated_calls()[1]
+        terms = [self._terms(i, each, waits[i]) for i, each in enumerate(candidates)]
+        return self._prediction(self.evaluate(terms))
+
+    def _prediction(self, found: Evaluation) -> Prediction:
+        return Prediction(self.base + found.peak, found.seconds, self.moments[found.moment].at)
+
+    def evaluate(self, choice: Sequence[Terms]) -> Evaluation:
+        """Walk the moments of a step by one candidate at each place.
+
+        The host launches work block after block, and the device works behind it; it waits for the
+        host half of a launch when it is idle, as at the first ops of a block, which are small. The
+        link copies one result after another: out in the forward, as results are made, and back in
+        the backward, the next one ahead of its use. A step begins with all of them idle.
+
+        Offload lets two large results leave late (`lead_of` in offload/schedule.py), with the
+        largest result for a large one; as much stays of the last blocks, whose backward comes
+        first.
+        """
+        moving = _moving(choice)
+        after = self._forward(choice, moving)
+        point = self._between[-1] + after.held + after.on_the_way
+        in_backward = after.cached if self.profile.casts_in_backward else 0
+        peak, moment = after.peak, after.moment
+        for rest in (
+            after.cached + self.profile.cached_rest_peak,
+            in_backward + self.profile.rest_peak,
+        ):
+            if point + rest > peak:
+                peak, moment = point + rest, self.count + 1
+        seconds, ahead = self._backward_times(choice, moving, after)
+        there = after.held + in_backward + self.profile.output_held
+        between, stays = self._between, moving.stays
+        for i in range(self.count - 1, -1, -1):
+            terms = choice[i]
+            point = there + between[i] + terms[4] - stays[i] + ahead[i]
+            if point > peak:
+                peak, moment = point, 2 * self.count + 2 - i
+            there += terms[2] - terms[0] - stays[i]
+        if self.moments[-1].constant > peak:
+            peak, moment = self.moments[-1].constant, len(self.moments) - 1
+        return Evaluation(peak, seconds, moment)
+
+    def _forward(self, choice: Sequence[Terms], moving: "_Moving") -> "_Forward":
+        """Walk the forwards of the blocks; terms go by position, which is quicker than by name."""
+        made, starts, rate = self._between, self._epoch_starts, self.profile.bytes_per_second
+        stays, moves, lead = moving
+        late = lead if any(moves) else 0
+        peak, moment = self.moments[0].constant, 0
+        held = sent = cached = leaving = 0
+        seconds = host = free_at = 0.0
+        for i, terms in enumerate(choice):
+            if starts[i] == i:
+                cached = 0
+            point = made[i] + held + cached + terms[3]
+            if sent:
+                point += min(leaving + late, sent)
+            if point > peak:
+                peak, moment = point, 1 + i
+            held += terms[0] + stays[i]
+            cached += terms[1]
+            began = seconds
+            begin = host + terms[8] / 2
+            if begin < seconds:
+                begin = seconds
+            host += terms[8]
+            seconds = begin + terms[7]
+            if seconds < host:
+                seconds = host
+            if moves[i]:
+                sent += moves[i]
+                begin = max(free_at, (began + seconds) / 2)
+                free_at = max(begin + moves[i] / rate, seconds)
+                leaving = int((free_at - seconds) * rate)
+        on_the_way = min(leaving + late, sent)
+        return _Forward(peak, moment, held, cached, on_the_way, seconds, host, free_at)
+
+    def _backward_times(
+        self, choice: Sequence[Terms], moving: "_Moving", after: "_Forward"
+    ) -> tuple[float, Sequence[int]]:
+        """Seconds of the step, and bytes that are back ahead of their use at each place."""
+        moves, rate, rest = moving.moves, self.profile.bytes_per_second, self.profile.rest_seconds
+        host = after.host
+        # The second half of the rest is backward, which begins when all has left.
+        seconds = used_at = max(after.seconds + rest, after.free_at + rest / 2)
+        begins, ends = [0.0] * self.count, [0.0] * self.count
+        for i in range(self.count - 1, -1, -1):
+            terms = choice[i]
+            if moves[i]:  # it has room to come back once the one before it is used
+                seconds = used_at = max(seconds, used_at + moves[i] / rate)
+            begins[i] = seconds
+            begin = host + terms[10] / 2
+            if begin < seconds:
+                begin = seconds
+            host += terms[10]
+            seconds = begin + terms[9]
+            if seconds < host:
+                seconds = host
+            ends[i] = seconds
+        if not any(moves):
+            return seconds, moves
+        return seconds, _ahead(moves, begins, ends, moving.lead // 2, rate)
+
+
+class _Forward(NamedTuple):
+    """The step after the forwards of all blocks."""
+
+    peak: int
+    moment: int
+    held: int
+    cached: int
+    on_the_way: int
+    """Bytes that are being copied out."""
+    seconds: float
+    """When the device is done."""
+    host: float
+    """When the host is."""
+    free_at: float
+    """When the link is."""
+
+
+class _Moving(NamedTuple):
+    """What becomes of the results that are to move, at each place."""
+
+    stays: list[int]
+    """Bytes that stay: the backward wants them first."""
+    moves: list[int]
+    """Bytes that move."""
+    lead: int
+    """Bytes that may leave late: two large results."""
+
+
+def simulate(profile: Profile, candidates: Sequence[Candidate]) -> Prediction:
+    """The peak and time of a step in which each block runs by its candidate."""
+    return Timeline(profile).predict_candidates(candidates)
 
 
 def cached_after_blocks(profile: Profile, candidates: Sequence[Candidate]) -> int:
     """Bytes of casts that autocast's cache alone holds after the last block's forward."""
-    return _casts(profile, candidates)[0][-1]
-
-
-def _casts(
-    profile: Profile, candidates: Sequence[Candidate]
-) -> tuple[list[int], list[int], list[int]]:
-    """Bytes of weight casts, by place: Note [How long casts live] in cast_cache.py.
-
-    First, those that autocast's cache alone holds before each block and, at the end, after all.
-    Second, those that a block holds and that an earlier call of it counts already: its weights are
-    cast once, as long as the cache is not emptied. Third, how the gradients of casts change that
-    wait for more: one cast has one gradient, so that of a block's last call waits for its first.
-    """
-    count = len(candidates)
-    cached, again, pending = [0] * (count + 1), [0] * count, [0] * count
-    epochs = profile.cast_epochs
-    if not epochs:
-        return cached, again, pending
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for i, candidate in enumerate(candidates):
+    timeline = Timeline(profile)
+    (moment, *_) = (m for m in timeline.moments if m.left_until == timeline.count and not m.peak)
+    first: Counter[str] = Counter()
+    found = 0
+    for i in moment.cached:
         path = profile.order[i][0]
-        casts = candidate.casts_cached + candidate.casts_held
-        if i and epochs[i] != epochs[i - 1]:
-            first.clear()
-            cached[i] = 0
-        if path in first:
-            again[i] = candidate.casts_held
-            cached[i + 1] = cached[i]
-            pending[last[path]] -= casts if last[path] != first[path] else 0
-            pending[first[path]] = -casts
-            pending[i] = casts
-        else:
-            first[path] = i
-            cached[i + 1] = cached[i] + candidate.casts_cached
-        last[path] = i
-    return cached, again, pending
-
-
-def _gone(profile: Profile, candidates: Sequence[Candidate]) -> Sequence[int]:
-    """Of what each block is given, bytes that are gone after its forward.
-
-    They are the output of the block before, which counts as held until then; and again in that
-    one's backward, whose peak is told from there.
-    """
-    if not profile.passed:
-        return (0,) * len(candidates)
-    return [
-        candidate.input_freed if candidate.input_freed < passed else passed
-        for passed, candidate in zip(profile.passed, candidates, strict=True)
-    ]
-
-
-def _told(profile: Profile, point: int) -> str:
-    """Where in the step a point of the timeline is."""
-    count = len(profile.order)
-    if point == 0:
-        return "the forward before the blocks"
-    if point == count + 1:
-        return "the head and the loss"
-    if point == 2 * count + 2:
-        return "the backward after the blocks"
-    way, i = ("forward", point - 1) if point <= count else ("backward", 2 * count + 1 - point)
-    return f"the {way} of {profile.order[i][0] or 'the model'}"
-
-
-def _stays(candidates: Sequence[Candidate], lead: int) -> list[int]:
-    """Bytes of each block that are to move and do not, from the last block on, `lead` in all.
-
-    The backward wants them first, so the offload engine keeps as much as two large results.
-    """
-    stays = [0] * len(candidates)
-    for i in range(len(candidates) - 1, -1, -1):
-        if not lead:
-            break
-        stays[i] = min(candidates[i].bytes_moved, lead)
-        lead -= stays[i]
-    return stays
-
-
-def _ahead(
-    moves: Sequence[int], spans: Sequence[tuple[float, float]], largest: int, rate: float
-) -> list[int]:
-    """What is there ahead of its use in each backward, by its end.
-
-    Things come back one after another, as late as the link allows, with the time of one result to
-    spare; each takes its memory as a whole.
-    """
-    begins, begin = [], float("inf")
-    for moved, (start, _) in zip(moves, spans, strict=True):
-        if moved:
-            begin = min(begin, start - largest / rate) - moved / rate
-        begins.append(begin)
-    found = []
-    for i, (_, end) in enumerate(spans):
-        ahead = 0
-        for j in range(i - 1, -1, -1):
-            if begins[j] >= end:
-                break
-            ahead += min(int((end - begins[j]) * rate) + largest, moves[j])
-        found.append(ahead)
+        found += candidates[i].casts_cached if profile.cast_epochs and not first[path] else 0
+        first[path] += 1
     return found
 
 
-@dataclass
-class _Course:
-    """The host has the device work, block after block, and the link copies one thing after another.
+def _moving(choice: Sequence[Terms]) -> _Moving:
+    stays = [0] * len(choice)
+    lead = rest = 2 * max([terms[6] for terms in choice])
+    moves = [terms[5] for terms in choice]
+    for i in range(len(choice) - 1, -1, -1):
+        if not rest:
+            break
+        if moves[i]:
+            stays[i] = min(moves[i], rest)
+            rest -= stays[i]
+            moves[i] -= stays[i]
+    return _Moving(stays, moves, lead)
 
-    Out in the forward, back in the backward. A step begins with all of them idle.
+
+def _ahead(
+    moves: Sequence[int],
+    begins: Sequence[float],
+    ends: Sequence[float],
+    largest: int,
+    rate: float,
+) -> list[int]:
+    """Bytes that are back ahead of their use at the end of each block's backward.
+
+    Results come back one after another, as late as the link allows, with the time of one result to
+    spare; each takes its memory as a whole.
     """
-
-    rate: float
-    seconds: float = 0.0
-    """What the device has worked and waited so far."""
-    host: float = 0.0
-    """The same of the host, which waits for nobody."""
-    free_at: float = 0.0
-    """When all is copied that was given so far."""
-    room_at: float = 0.0
-    """When the one that comes back next could begin: when the one before it was used."""
-    leaving: int = 0
-    """Bytes on their way out when something was last sent: until then it is let go, not after."""
-
-    def forward(self, candidate: Candidate, moved: int) -> None:
-        """A block's forward, with what it sends away: as it is made."""
-        began = self.seconds
-        self._work(candidate.forward_seconds, candidate.forward_host_seconds)
+    starts, start = [], float("inf")
+    for moved, begin in zip(moves, begins, strict=True):
         if moved:
-            begin = max(self.free_at, (began + self.seconds) / 2)
-            self.free_at = max(begin + moved / self.rate, self.seconds)
-            self.leaving = int((self.free_at - self.seconds) * self.rate)
-
-    def turn(self, seconds: float) -> None:
-        """The rest of the step: its second half is backward, which begins when all has left."""
-        self.seconds = max(self.seconds + seconds, self.free_at + seconds / 2)
-        self.free_at = self.room_at = self.seconds
-
-    def backward(self, candidate: Candidate, moved: int) -> tuple[float, float]:
-        """A block's backward, for which something has to come back: the next one ahead of it.
-
-        Returns when it begins and ends.
-        """
-        if moved:
-            came = max(self.free_at, self.room_at) + moved / self.rate
-            self.free_at, self.room_at = came, max(self.seconds, came)
-            self.seconds = max(self.seconds, came)
-        start = self.seconds
-        self._work(candidate.backward_seconds, candidate.backward_host_seconds)
-        return start, self.seconds
-
-    def _work(self, seconds: float, host: float) -> None:
-        """The device works behind the host.
-
-        An idle one waits for the host at each of its first ops, which are small: reckoned as if it
-        began when the host is half done.
-        """
-        begin = self.host + host / 2
-        if begin < self.seconds:
-            begin = self.seconds
-        self.host += host
-        self.seconds = begin + seconds
-        if self.seconds < self.host:
-            self.seconds = self.host
+            start = min(start, begin - largest / rate) - moved / rate
+        starts.append(start)
+    found = []
+    for i, end in enumerate(ends):
+        ahead = 0
+        for j in range(i - 1, -1, -1):
+            if starts[j] >= end:
+                break
+            ahead += min(int((end - starts[j]) * rate) + largest, moves[j])
+        found.append(ahead)
+    return found

@@ -184,7 +184,7 @@ def _solve_or_smallest(profile: Profile, aim: int, is_last: bool) -> Solution:
     from rekindle.planner.solve import solver  # noqa: PLC0415
 
     solution = None if is_last else solver.choose(profile, aim)
-    return solution or solver.smallest(profile)
+    return solution or solver.least_peak(profile)
 
 
 def _worst_of_ranks(measured: MeasuredStep) -> tuple[int, float]:
