@@ -20,7 +20,7 @@ from rekindle.offload.derive import Derivation
 from rekindle.regions.saved_indices import recomputable_indices
 from rekindle.strategy import SavedIndices
 from rekindle.torch_private.saved_tensor_hooks import top_hooks
-from rekindle.torch_private.storages import storage_again
+from rekindle.torch_private.storages import storage_from_reference
 from tests.toys import leaf, same_bits
 
 ALL = SavedIndices(tuple(range(1000)))
@@ -102,10 +102,10 @@ def test_after_the_forward_nothing_holds_what_is_derived(x: Tensor) -> None:
 
     module = Program(note)
     loss = module(x).sum()
-    assert storage_again(made[-1]) is not None
+    assert storage_from_reference(made[-1]) is not None
     del loss
     loss = applied(module)(x).sum()
-    assert storage_again(made[-1]) is None
+    assert storage_from_reference(made[-1]) is None
     loss.backward()
 
 
@@ -308,7 +308,7 @@ def test_a_second_backward_is_the_same_and_nothing_is_left_in_between(
     loss = applied(Gated())(x).sum()
     (first,) = torch.autograd.grad(loss, x, retain_graph=True)
     gc.collect()
-    assert [storage_again(result) for result in made] == [None] * 2
+    assert [storage_from_reference(result) for result in made] == [None] * 2
     assert same_bits(torch.autograd.grad(loss, x)[0], first)
     assert len(made) == 4
 

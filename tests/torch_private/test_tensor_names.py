@@ -30,15 +30,15 @@ from rekindle.torch_private.module_calls import (
     has_always_called_hooks,
 )
 from rekindle.torch_private.op_types import overload_name, packet_name, packet_short_name, schema_of
-from rekindle.torch_private.storages import storage_again, storage_key, storage_users
+from rekindle.torch_private.storages import storage_from_reference, storage_key, storage_users
 from rekindle.torch_private.tensor_identity import WeakTensor, generator_key, tensor_key
 from rekindle.torch_private.torch_function import entered_function_modes, set_function_modes
 from rekindle.torch_private.version_counters import (
     VersionMark,
     detached,
     set_version,
+    version_alias,
     version_of,
-    versions_of,
 )
 
 aten = torch.ops.aten
@@ -120,7 +120,7 @@ def test_an_alias_shares_its_version_counter_also_inside_a_mode() -> None:
 
 def test_a_version_counter_can_be_held_without_data_and_be_set() -> None:
     x = torch.ones(2)
-    counter, mark = versions_of(x), VersionMark(x)
+    counter, mark = version_alias(x), VersionMark(x)
     x.add_(1)
     assert (version_of(counter), counter.numel(), mark.is_of(x)) == (1, 0, False)
     set_version(x, 0)
@@ -144,9 +144,9 @@ def test_a_storage_is_found_again_while_it_is_held() -> None:
     users = storage_users(x.untyped_storage())
     view = x.view(2)
     assert storage_users(x.untyped_storage()) == users + 1
-    assert storage_again(reference) is not None
+    assert storage_from_reference(reference) is not None
     del x, view
-    assert storage_again(reference) is None
+    assert storage_from_reference(reference) is None
 
 
 def test_ops_are_named_so_that_they_are_found_again() -> None:

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle.offload.residency import AWAY, MovableBytes
 from rekindle.torch_private.autograd_graph import grad_fn_of
-from rekindle.torch_private.storages import storage_again, storage_users
+from rekindle.torch_private.storages import storage_from_reference, storage_users
 from rekindle.torch_private.version_counters import VersionMark, counter_key
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Activation(MovableBytes):
 
     def is_held_by_us_alone(self) -> bool:
         """True if only the offloader holds the bytes; valid while they are on the device."""
-        storage = storage_again(self.storage)
+        storage = storage_from_reference(self.storage)
         # Two users are ours: `data`, and the object that was made for counting.
         return storage is None or storage_users(storage) <= 2
 
@@ -130,7 +130,7 @@ class Activation(MovableBytes):
 
     def storage_held_elsewhere(self) -> torch.UntypedStorage | None:
         """Returns the storage if somebody else kept it all along, bytes and all; else None."""
-        storage = storage_again(self.storage)
+        storage = storage_from_reference(self.storage)
         return storage if storage is not None and storage.nbytes() == self.nbytes else None
 
     def __del__(self) -> None:

@@ -20,7 +20,7 @@ from rekindle.offload.owners import OffloaderSet, shared_offloader
 from rekindle.offload.saved_tensors import KeptTensor, unpack
 from rekindle.regions.base import is_replaying
 from rekindle.strategy import TierName
-from rekindle.torch_private.cuda import capturing
+from rekindle.torch_private.cuda import is_capturing
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_inside
 from rekindle.torch_private.func_transforms import func_transform
 from rekindle.torch_private.saved_tensor_hooks import pop_hooks, pop_hooks_to, push_hooks, top_hooks
@@ -173,7 +173,7 @@ class Offload:
     def _entry(self) -> "_Entry":
         if func_transform() is not None:  # autograd forbids hooks in transforms
             return _Entry(False, None)
-        if is_replaying() or capturing():
+        if is_replaying() or is_capturing():
             # What a replay saves, or a captured graph, is used at once or in place.
             return _Entry(True, None)
         owner, strategy = self._owner, self.strategy

@@ -10,7 +10,7 @@ from rekindle.offload.activation import Activation
 from rekindle.torch_private.autograd_graph import grad_fn_of
 from rekindle.torch_private.dispatch_modes import below_modes, is_traced, past_modes
 from rekindle.torch_private.dynamo_frames import not_compiled
-from rekindle.torch_private.version_counters import version_of, versions_of
+from rekindle.torch_private.version_counters import version_alias, version_of
 
 
 class SavedTensor(Protocol):
@@ -54,7 +54,7 @@ class OffloadedTensor:
         self.stride = x.stride()
         self.offset = x.storage_offset()
         self.version = version_of(x)
-        self.versions = versions_of(x)
+        self.versions = version_alias(x)
         """Shares the version counter of `x`. A view made by `.data` has a counter of its own."""
         node = grad_fn_of(x)
         self.origin = node and node.name()

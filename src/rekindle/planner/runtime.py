@@ -39,7 +39,7 @@ from rekindle.regions.selective.offload_bridge import begin_backward
 from rekindle.sizes import format_bytes
 from rekindle.strategy import Recompute, Strategy
 from rekindle.torch_private.autograd_graph import has_accumulation_hooks
-from rekindle.torch_private.cuda import capturing
+from rekindle.torch_private.cuda import is_capturing
 from rekindle.torch_private.fsdp import sharded_parameters
 from rekindle.torch_private.func_transforms import func_transform
 from rekindle.torch_private.pytrees import tree_leaves
@@ -119,7 +119,7 @@ class PlanRuntime:
             return "several threads train it, and another may be in the middle of a step"
         if top_hooks(False) is not None:
             return "it is called inside a region, or under saved-tensor hooks"
-        if func_transform() is not None or capturing():
+        if func_transform() is not None or is_capturing():
             return "it is called inside a transform, or captured as a CUDA graph"
         if any(map(has_accumulation_hooks, model.parameters())):
             return "a parameter has a hook that runs when its gradient is there"

@@ -31,13 +31,13 @@ from rekindle.regions.selective.offload_bridge import offloader_of
 from rekindle.regions.selective.op_addresses import block_of
 from rekindle.strategy import SavedIndices
 from rekindle.torch_private.autograd_graph import graph_task_id
-from rekindle.torch_private.cuda import capturing
+from rekindle.torch_private.cuda import is_capturing
 from rekindle.torch_private.dispatch_modes import dispatch_modes, entered_modes, is_traced
 from rekindle.torch_private.dynamo_frames import not_compiled
 from rekindle.torch_private.fake_mode import FakeTensor
 from rekindle.torch_private.func_transforms import func_transform
 from rekindle.torch_private.storages import storage_key
-from rekindle.torch_private.version_counters import VersionMark, version_of, versions_of
+from rekindle.torch_private.version_counters import VersionMark, version_alias, version_of
 
 
 class SavedIndicesEngine:
@@ -58,7 +58,7 @@ class SavedIndicesEngine:
         if func_transform() is not None:  # autograd forbids hooks there
             return nullcontext()
         # What a replay saves, or a captured graph, is used at once or in place.
-        if is_replaying() or capturing():
+        if is_replaying() or is_capturing():
             return keep_on_device()
         return SavedIndicesRegion(self, function)
 
@@ -229,7 +229,7 @@ class _DroppedTensor:
         self._shape, self._stride, self._offset = x.shape, x.stride(), x.storage_offset()
         self.nbytes = x.numel() * x.element_size()
         self.version = version_of(x)
-        self._counter = None if isinstance(x, FakeTensor) else versions_of(x)
+        self._counter = None if isinstance(x, FakeTensor) else version_alias(x)
 
     @property
     def depth(self) -> int:

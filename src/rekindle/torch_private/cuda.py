@@ -15,7 +15,7 @@ Tried on torch 2.11 and 2.13. The public form, `torch.cuda.current_device`, begi
 is slower. Goes when it is neither."""
 
 
-def capturing() -> bool:
+def is_capturing() -> bool:
     """True if a CUDA graph is captured on the current stream: nothing may wait for the device.
 
     Public names, tried on torch 2.11 and 2.13. Goes when torch's own question does not need CUDA.

@@ -24,7 +24,7 @@ def default_store() -> Any:
     return _get_default_store()
 
 
-def part_of_store(name: str, store: Any) -> Any:
+def prefixed_store(name: str, store: Any) -> Any:
     """The part of a key-value store whose keys begin with a name.
 
     Public, and imported late: not every build of torch has it. Tried on torch 2.11 and 2.13; goes

@@ -4,7 +4,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-def storage_again(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+def storage_from_reference(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage behind a weak reference, if somebody still holds it.
 
     Tried on torch 2.11 and 2.13. Goes when torch has a public weak reference to

@@ -19,7 +19,7 @@ Every place that reasons by version counter, and what makes it right:
   behind its `grad_fn`. Note [When a node tells the whole truth].
 - `Saved`, `Kept`, `HeldTensor`, `Inputs`, `_CachedTensor`, `_DroppedTensor` and the slots of a
   replay ask of one tensor whether *it* was changed: each looks at the counter of that tensor, or of
-  an alias that shares it (`detached`, `versions_of`). Chunks do not overlap, so a write to one of
+  an alias that shares it (`detached`, `version_alias`). Chunks do not overlap, so a write to one of
   them changes no other.
 - `regions.selective.tensor_table` does not ask: an op that changes a tensor, by its schema, changes
   everything in the same storage.
@@ -111,7 +111,7 @@ class _EmptyTensors(dict[torch.device, Tensor]):
 _empty_on = _EmptyTensors()
 
 
-def versions_of(tensor: Tensor) -> Tensor:
+def version_alias(tensor: Tensor) -> Tensor:
     """A tensor without data that shares the version counter of `tensor`.
 
     Tried on torch 2.11 and 2.13. Goes when a version counter can be held by itself.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rekindle.errors import RekindleError
 from rekindle.planner.ranks.failures import Failure, failure_of
-from rekindle.torch_private.process_groups import default_store, part_of_store
+from rekindle.torch_private.process_groups import default_store, prefixed_store
 
 _Value = TypeVar("_Value")
 _Error = TypeVar("_Error", bound=Exception)
@@ -39,7 +39,7 @@ class RankGroup:
         store = default_store()
         self._seconds = store.timeout.total_seconds()
         """The time-out of the default group."""
-        self._calls: Any = part_of_store(f"rekindle/{group.group_name}", store)
+        self._calls: Any = prefixed_store(f"rekindle/{group.group_name}", store)
         self._store: Any = self._calls
         self._round = 0
         self._raised: BaseException | None = None
@@ -53,7 +53,7 @@ class RankGroup:
     def meet(self, call: str) -> None:
         """Wait until all ranks make a call of this name; an error if some do not."""
         number = self._calls.add(f"calls/{self._rank}", 1)
-        self._store = part_of_store(str(number), self._calls)
+        self._store = prefixed_store(str(number), self._calls)
         try:
             calls = self.all_gather(call, min(MEETING_SECONDS, self._seconds / 2))
         except _MissingRanksError as missing:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rekindle.regions.recompute import module_attributes
-from rekindle.torch_private.cuda import capturing
+from rekindle.torch_private.cuda import is_capturing
 from rekindle.torch_private.dispatch_modes import dispatch_modes, past_modes
 from rekindle.torch_private.fake_mode import FakeTensor
 from rekindle.torch_private.version_counters import version_of
@@ -268,7 +268,7 @@ class _BufferState:
 
     def _has_other_content(self) -> bool:
         """Compare with the copies; this waits for the device, once in a module's life."""
-        if capturing():
+        if is_capturing():
             return True
         if self._is_fake():  # then there is no content, and nothing to be learnt
             return False

@@ -30,7 +30,7 @@ from rekindle.regions.selective.op_graph import (
 from rekindle.regions.selective.op_kinds import OpKind, OpTraits, can_be_run_again
 from rekindle.regions.selective.policy_contexts import PolicyState
 from rekindle.regions.selective.tensor_table import TensorTable
-from rekindle.torch_private.cuda import capturing
+from rekindle.torch_private.cuda import is_capturing
 from rekindle.torch_private.dispatch_modes import FAKE, PROXY, TorchDispatchMode, entered_mode
 from rekindle.torch_private.grad_mode import grad_enabled
 from rekindle.torch_private.op_types import schema_of
@@ -214,7 +214,7 @@ class OpRecorder(TorchDispatchMode):
         What a replay saves is used at once, so there it is kept.
         """
         is_kept = decision is _KEEP or decision is _RECOMPUTE
-        if is_kept or self._hooks is not None or is_replaying() or capturing():
+        if is_kept or self._hooks is not None or is_replaying() or is_capturing():
             return self._hooks
         self._used_tiers.add(decision)
         return hooks_of(decision)
