@@ -16,6 +16,7 @@ import rekindle
 from rekindle import observation, policies
 from rekindle.modules.forward import put
 from rekindle.offload.offloader import living_offloaders
+from rekindle.offload.owners import owner_of
 from rekindle.offload.tiers.workers import workers
 from rekindle.regions.recompute import ambient
 from rekindle.regions.selective import recorder as recording
@@ -72,7 +73,7 @@ _spill: dict[str, Any] = {"tier": "disk", "quota": 1.0, "min_bytes": 1}
 
 def _saves(model: nn.Module) -> None:
     for block in model.blocks:  # type: ignore[union-attr]
-        put(block, SavedIndices((0, 2, 4, 6), (1, 3, 5, 7), "disk"))
+        put(block, SavedIndices((0, 2, 4, 6), (1, 3, 5, 7), "disk"), owner_of(model))
 
 
 def _offloaded_blocks(model: nn.Module) -> None:
