@@ -286,3 +286,38 @@ def test_a_buffer_made_in_inference_mode() -> None:
     y = rekindle.checkpoint(model, x)
     y.sum().backward()
     assert torch.equal(x.grad, y)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_buffer_that_a_forward_changes_and_restores_is_restored_where_a_replay_ends_early(
+    fails: bool,
+) -> None:
+    """Contrived: it is written to through `.data`, which no version counter sees."""
+    calls = []
+
+    class Borrowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = self.scale.clone()
+            self.scale.data.mul_(3)
+            y = (x * self.scale.clone()).exp()
+            calls.append(1)
+            if fails and len(calls) == 2:
+                raise RuntimeError("no")
+            y = y.sum()  # saves nothing: a replay has stopped before
+            self.scale.data.copy_(before)
+            return y
+
+    model, x = Borrowing(), torch.zeros(4, 8, requires_grad=True)
+    y = rekindle.checkpoint(model, x, early_stop=not fails)
+    if fails:
+        with pytest.raises(RuntimeError, match="no"):
+            y.backward()
+    else:
+        y.backward()
+        assert len(calls) == 1
+        assert torch.equal(x.grad, torch.full((4, 8), 3.0))
+    assert torch.equal(model.scale, torch.ones(8))

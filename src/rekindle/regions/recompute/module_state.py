@@ -14,7 +14,9 @@ warning.
 Note [Buffers that hold what they held]. To replay on stand-ins takes longer than to look whether
 they are needed. Small buffers on the CPU that are the same objects at the same versions and with
 the same content as before the forward were not changed by it, and so will not be by a replay, which
-runs the same ops: it runs on the buffers themselves.
+runs the same ops: it runs on the buffers themselves. A forward may have written to a buffer behind
+its version counter and undone that later; a replay that ends on the way would not. So after such a
+replay the buffers are compared once more, and written to if they differ.
 
 Note [Parameters that were lent]. `torch.func.functional_call` puts tensors in the place of a
 module's parameters for the time of a call, and the replay comes after it. A plain tensor in such a
@@ -64,6 +66,7 @@ class ModuleState:
         "_has_stand_ins",
         "_lent",
         "_modules",
+        "_runs_on_buffers",
         "_training",
         "_watched",
     )
@@ -74,7 +77,7 @@ class ModuleState:
         self._training = [module.training for module in modules]
         self._attributes = module_attributes.attributes_of(modules, function)
         """Note [Attributes that a forward assigns]."""
-        self._has_stand_ins = False
+        self._has_stand_ins = self._runs_on_buffers = False
         self._before: list[_BufferState] = []
         self._watched: list[_BufferState] = []
         self._lent: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -115,12 +118,20 @@ class ModuleState:
 
         Note [Buffers that hold what they held].
         """
-        self._has_stand_ins = False
+        self._has_stand_ins = self._runs_on_buffers = False
         if self._watched or self._lent or self._attributes is not None:
             return False
         if self._before and not all(watched.holds_what_it_held() for watched in self._before):
             return False
-        return self._training == [module.training for module in self._modules]
+        is_same = self._training == [module.training for module in self._modules]
+        self._runs_on_buffers = is_same and bool(self._before)
+        return is_same
+
+    def restore_buffers(self) -> None:
+        """Undo writes to buffers by a replay that ran on them and ended before its function did."""
+        if self._runs_on_buffers:
+            for watched in self._before:
+                watched.restore()
 
     def now(self) -> "_ReplacedState":
         """The state that `enter` replaces, to be put back after a replay."""
@@ -265,6 +276,17 @@ class _BufferState:
             return False
         kinds = set(map(type, self._buffers.values()))
         return kinds <= _PLAIN_BUFFERS and past_modes(self._equals_copies)
+
+    def restore(self) -> None:
+        """Write the content of before the forward to the buffers, if they have another now."""
+        if not past_modes(self._equals_copies):
+            past_modes(self._copy_back)
+
+    def _copy_back(self) -> None:
+        for name, copy in self._copies.items():
+            buffer = self._buffers[name]
+            if buffer is not None:
+                buffer.data.copy_(copy)  # the version counter stays, as for the write it undoes
 
     def _has_other_content(self) -> bool:
         """Compare with the copies; this waits for the device, once in a module's life."""

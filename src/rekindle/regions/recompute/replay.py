@@ -67,9 +67,13 @@ def replay(region: "RecomputeRegion", found: Collected) -> None:
                 raise
         pop_hooks()
         _put_back(start, surroundings, outer, grad, rng)
+        if found.stopped and start.modules is not None:
+            start.modules.restore_buffers()
     except BaseException:  # Note [Put back as often as asked]
         pop_hooks_to(hooks)
         _put_back(start, surroundings, outer, grad, rng)
+        if start.modules is not None:
+            start.modules.restore_buffers()
         raise
 
 
