@@ -137,7 +137,7 @@ def test_what_was_seen_prints_as_a_table(spill: Spill) -> None:
         spill.settle()
         loss.backward()
     head, row = str(seen).splitlines()
-    names = ["fate", "tensors out", "bytes out", "tensors in", "bytes in", "prefetch hits"]
+    names = ["strategy", "tensors out", "bytes out", "tensors in", "bytes in", "prefetch hits"]
     assert all(name in head for name in names)
     assert row.split()[:5] == ["spill", "6", "24,576", "6", "24,576"]
 
