@@ -59,7 +59,7 @@ class MadeUpTier(Tier):
         self.storages: list[tuple[int, StorageWeakRef]] = []
         self.peak = 0
 
-    def send(self, data: Tensor, saved_on: object) -> "MadeUpCopy | None":
+    def begin_copy_out(self, data: Tensor, saved_on: object) -> "MadeUpCopy | None":
         if self.away + data.numel() > self.room:
             return None
         copy = MadeUpCopy(self, data)
@@ -154,7 +154,7 @@ class MadeUpCopy(Copy):
         self.tier.waited_for.append(self.name)
         self.tier.wait_until(self.out_at)
 
-    def fetch(self) -> bool:
+    def begin_return(self) -> bool:
         if self.coming is None:
             if self.tier.coming + 1 > self.tier.at_a_time:
                 return False
@@ -171,7 +171,7 @@ class MadeUpCopy(Copy):
         self.back_at = tier.back_is_free_at = begin + self.bytes.numel() / tier.back
         return self.coming
 
-    def take(self) -> Tensor:
+    def finish_return(self) -> Tensor:
         data = self.begin() if self.coming is None else self.coming
         self.tier.wait_until(self.back_at)
         self.coming = None

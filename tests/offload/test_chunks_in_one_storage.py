@@ -94,13 +94,13 @@ def test_a_recurrent_module_has_plain_gradients_in_every_step(make: Callable[[],
 def sends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each activation that was sent, in order."""
     found: list[int] = []
-    send = DiskTier.send
+    send = DiskTier.begin_copy_out
 
     def noted(self: DiskTier, data: Tensor, *args: Any) -> Any:
         found.append(data.numel())
         return send(self, data, *args)
 
-    monkeypatch.setattr(DiskTier, "send", noted)
+    monkeypatch.setattr(DiskTier, "begin_copy_out", noted)
     return found
 
 

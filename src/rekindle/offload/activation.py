@@ -60,22 +60,22 @@ class Activation(MovableBytes):
         super().__init__(bytes_of(storage, x.device))
         self.offloader = offloader
         self.is_counted = False
-        """Whether its bytes are in the step's `device_bytes`."""
+        """True if its bytes are in the step's `device_bytes`."""
         self.nbytes = 0
         self.step = step
         step.alive += 1  # until `__del__` says otherwise: nothing can strike between the two
         self.index = -1
         """Its number among the activations of the step that can be copied out."""
         self.nbytes = storage.nbytes()
-        self.saved_on = offloader.tier.place()
+        self.saved_on = offloader.tier.current_stream()
         """The stream on which it was saved."""
         self.returned_on: Any = None
         """The stream on which its bytes came back."""
         self.owner_unknown = not exclusive and grad_fn_of(x) is None
-        """Whether nothing shows that an op made it: Note [Whose tensor is it]."""
+        """True if nothing shows that an op made it: Note [Whose tensor is it]."""
         self.storage = StorageWeakRef(storage)
         self.writes = 0
-        """How often it may have been written to between two saves."""
+        """Number of times that it may have been written to between two saves."""
         mark = VersionMark(x)
         self._marks = {mark.key: mark}
         """Version of the tensor saved last for each version counter, by the counter's key."""

@@ -18,7 +18,7 @@ from rekindle.offload.offload_options import OnFull, Quota, offload_strategy
 from rekindle.offload.offloader import Offloader, living_offloaders
 from rekindle.offload.owners import OffloaderSet, shared_offloader
 from rekindle.offload.saved_tensors import KeptTensor, unpack
-from rekindle.regions.base import is_replaying
+from rekindle.regions.base import is_replaying, run_under_hooks
 from rekindle.strategy import TierName
 from rekindle.torch_private.cuda import is_capturing
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_inside
@@ -206,6 +206,8 @@ class Offload:
 
         @functools.wraps(function)
         def offloaded(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                return run_under_hooks(self, function, args, kwargs)
             with self:
                 return function(*args, **kwargs)
 

@@ -56,7 +56,7 @@ class CopyOutQueue:
             return False
         problem = "max_host_bytes, or what the machine has left, is reached"
         try:
-            copy = self._tier.send(data, activation.saved_on)
+            copy = self._tier.begin_copy_out(data, activation.saved_on)
         except OSError as error:
             problem, copy = str(error), None
         if copy is None:

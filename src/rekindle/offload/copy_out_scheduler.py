@@ -1,4 +1,4 @@
-"""When each activation is copied out, and when the device waits for copies.
+"""The scheduler of copy-outs: when each begins, and when the device waits for them.
 
 Every copy-out begins in `CopyOutScheduler._begin`, and one of these leads there:
 

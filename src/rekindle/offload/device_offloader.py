@@ -111,7 +111,7 @@ class DeviceOffloader:
             data = bytes_of(made.untyped_storage(), self.device)
         else:
             data = self._prefetcher.bring_back(step, activation)
-        returned_on = self.tier.place()
+        returned_on = self.tier.current_stream()
         activation.returned_on = returned_on
         activation.arrive(data)
         return data
@@ -233,7 +233,7 @@ class DeviceOffloader:
             step.offered_bytes -= activation.nbytes
         elif step.schedule is None:
             return  # it leaves when enough was saved after it, or stays
-        activation.saved_on = self.tier.place()
+        activation.saved_on = self.tier.current_stream()
         self._copy_outs.schedule(step, activation, op)
 
     def _may_derive_from(self, saved: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Which saved tensors may be offloaded at all."""
+"""The test of a saved tensor for whether it may be offloaded at all."""
 
 from typing import Any
 

@@ -34,7 +34,7 @@ class Offloader:
         self._resolved = _resolve(strategy)
         self._min_bytes = 2**20 if strategy.min_bytes is None else strategy.min_bytes
         self.limit_in_flight = limit_in_flight
-        """Whether the device waits for copies so that few bytes are in flight; else copies take
+        """True if the device waits for copies so that few bytes are in flight; else copies take
         their time, as long as the forward lasts."""
         self._process = os.getpid()
         self.by_device: dict[torch.device, DeviceOffloader | None] = {}

@@ -1,4 +1,4 @@
-"""Who owns an offloader, and so what it learnt of its steps and the memory it set aside.
+"""Owners of offloaders: of what they learnt of steps, and of the memory they set aside.
 
 | who offloads | owner |
 | --- | --- |

@@ -58,7 +58,7 @@ class Prefetcher:
         self._note_returning(activation)
         try:
             with self._traffic.waiting(step):
-                return activation.copy.take()
+                return activation.copy.finish_return()
         except OSError as error:
             raise OffloadError(
                 f"An activation of {format_bytes(activation.nbytes)} could not be read back from "
@@ -70,7 +70,7 @@ class Prefetcher:
         """Begin or continue one copy back; False if the tier cannot do that now."""
         assert activation.copy is not None, "what is away has a copy"
         try:
-            if not activation.copy.fetch():
+            if not activation.copy.begin_return():
                 return False
         except OSError:  # is raised again when the bytes are taken
             return False
@@ -82,5 +82,5 @@ class Prefetcher:
             activation.begin_return()
             activation.count(on_device=True)
             self._traffic.add(tensors_in=1, bytes_in=activation.nbytes)
-            if self._tier.fetches_in_stages:
+            if self._tier.returns_in_stages:
                 activation.step.returning.append(ref(activation))

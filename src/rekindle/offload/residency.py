@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Residency(Enum):
-    """Where the bytes of an activation are."""
+    """The state of an activation: where its bytes are."""
 
     ON_DEVICE = "on the device, and nowhere else"
     LEAVING = "on the device, while a copy-out runs"
@@ -61,7 +61,7 @@ _ARRIVE = TRANSITIONS["arrive"]
 _EVICT = TRANSITIONS["evict"]
 
 _deciding = Lock()
-"""Held for a moment while a copy-out ends or is cancelled: a tier's thread may do the former."""
+"""A lock for the moment in which a copy-out ends, perhaps by a tier's thread, or is cancelled."""
 
 
 class MovableBytes:
@@ -80,7 +80,7 @@ class MovableBytes:
         self.copy: Copy | None = None
         """The bytes in the tier; None if ON_DEVICE, or if they are derived."""
         self.derivation: Derivation | None = None
-        """How one op makes the bytes again from other saved tensors, if it does."""
+        """The op that makes the bytes again from other saved tensors, if one does."""
         self.copy_outs = 0
         """Number of copy-outs that were begun. Only the last one may end."""
 

@@ -1,4 +1,4 @@
-"""What autograd gets in the place of a tensor that it saves, and how backward gets the tensor."""
+"""Objects that autograd holds in the place of saved tensors, and that give them to backward."""
 
 from typing import Protocol
 
@@ -123,7 +123,7 @@ class KeptTensor:
 def _alias(x: Tensor) -> Tensor:
     """Returns the tensor without its graph, made past any mode but one that traces a graph.
 
-    In a replay it is what the engine keeps, and no mode sees what the engine does.
+    In a replay it is what is kept, and no mode sees how.
     """
     return x.detach() if is_traced() else past_modes(Tensor.detach, x)
 

@@ -1,4 +1,4 @@
-"""Which activations leave, and when each is prefetched: a pure function of what was measured.
+"""Schedules of steps: what leaves and when it is prefetched, a pure function of measurements.
 
 Offload costs no time as long as the link is done in time. It has from the moment an activation is
 saved to the end of the forward to copy it out (what is still on the device then adds to the peak),
@@ -24,7 +24,7 @@ class ActivationTimes:
 
     nbytes: int
     stays: bool = False
-    """Whether somebody else holds it all the time, so that moving it frees nothing."""
+    """True if somebody else holds it all the time, so that moving it frees nothing."""
     saved_at: float | None = None
     used_at: float | None = None
 
@@ -39,7 +39,7 @@ class LinkRates:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What happens to the activations of a step. Indices count them in the order of saving."""
+    """Copy-outs and prefetches of a step. Indices count its activations in the order of saving."""
 
     moved: frozenset[int]
     """Indices of activations that are copied out."""

@@ -26,15 +26,15 @@ class StepActivations:
         """The known step that this one repeats, as far as one can tell by now."""
         self.schedule: Schedule | None = profile.schedule if profile else None
         self.is_measured = is_measured
-        """Whether times are recorded."""
+        """True if times are recorded."""
         self.tier_growth = 0
         """The tier's `growth()` when the step began."""
         self.grew_memory = False
-        """Whether memory had to be allocated, which takes a while: its times are too long."""
+        """True if memory had to be allocated, which takes a while: its times are too long."""
         self.record = StepRecord()
         self.backward_started = False
         self.interrupted = False
-        """Whether an interrupt hit its bookkeeping: nothing is learnt from it."""
+        """True if an interrupt hit its bookkeeping: nothing is learnt from it."""
         self.activations: list[ref[Activation]] = []
         """Activations that can be copied out, by their index."""
         self.derived: list[ref[Activation]] = []

@@ -1,4 +1,4 @@
-"""What is learnt of a step: its activations in order, how backward uses them, and when.
+"""Profiles of steps: their activations in order, how backward uses them, and when.
 
 A step is known by the sizes of its activations. The first time it is seen, its order is learnt; the
 second time, with the host memory in place, its times; the third time is a check, and from then on
@@ -31,9 +31,9 @@ class StepProfile:
     quota: int | float | None
     rates: LinkRates | None
     is_timed: bool
-    """Whether its times are known."""
+    """True if its times are known."""
     is_checked: bool
-    """Whether it came again after that, and went as expected."""
+    """True if it came again after that, and went as expected."""
     schedule: Schedule
     sizes: tuple[int, ...]
     derived: frozenset[DerivableKey]

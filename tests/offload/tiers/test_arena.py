@@ -22,7 +22,7 @@ class Model:
     def __init__(self, size: int) -> None:
         self.pages: list[int | None] = [None] * (size // PAGE)
 
-    def take(self, nbytes: int, owner: int) -> int | None:
+    def lease(self, nbytes: int, owner: int) -> int | None:
         count = -(-nbytes // PAGE)
         for start in range(len(self.pages) - count + 1):
             if all(page is None for page in self.pages[start : start + count]):
@@ -47,8 +47,8 @@ class Arena(arenas.Arena):
         super().__init__(size)
         self.leases: dict[int, Lease] = {}
 
-    def take(self, nbytes: int) -> int | None:  # type: ignore[override]
-        lease = super().take(nbytes)
+    def lease(self, nbytes: int) -> int | None:  # type: ignore[override]
+        lease = super().lease(nbytes)
         if lease is None:
             return None
         assert lease.nbytes == nbytes
@@ -75,8 +75,8 @@ def test_every_place_is_the_lowest_that_is_free(pages: int, actions: Actions) ->
     taken: list[tuple[int, int, int]] = []
     for owner, (takes, nbytes, pick) in enumerate(actions):
         if takes or not taken:
-            start = arena.take(nbytes)
-            assert start == model.take(nbytes, owner)
+            start = arena.lease(nbytes)
+            assert start == model.lease(nbytes, owner)
             if start is not None:
                 taken.append((owner, start, nbytes))
         else:
@@ -91,7 +91,7 @@ def test_no_two_owners_share_a_byte(pages: int, actions: Actions) -> None:
     taken: list[tuple[int, int]] = []
     for takes, nbytes, pick in actions:
         if takes or not taken:
-            start = arena.take(nbytes)
+            start = arena.lease(nbytes)
             if start is not None:
                 taken.append((start, nbytes))
         else:
@@ -107,7 +107,7 @@ def test_what_is_taken_and_what_is_free_add_up_to_the_size(pages: int, actions: 
     taken: list[tuple[int, int]] = []
     for takes, nbytes, pick in actions:
         if takes or not taken:
-            start = arena.take(nbytes)
+            start = arena.lease(nbytes)
             if start is None:
                 arena.grow(nbytes)
             else:
@@ -123,7 +123,7 @@ def test_no_two_free_stretches_touch(pages: int, actions: Actions) -> None:
     taken: list[tuple[int, int]] = []
     for takes, nbytes, pick in actions:
         if takes or not taken:
-            start = arena.take(nbytes)
+            start = arena.lease(nbytes)
             if start is not None:
                 taken.append((start, nbytes))
         else:
@@ -138,14 +138,14 @@ def test_an_arena_is_unused_once_all_is_given_back_in_any_order(
     requests: list[int], random: Random
 ) -> None:
     arena = Arena(100 * PAGE)
-    taken = [(arena.take(n), n) for n in requests]
+    taken = [(arena.lease(n), n) for n in requests]
     assert arena.is_unused == (not requests)
     random.shuffle(taken)
     for start, nbytes in taken:
         assert start is not None
         arena.give_back(start, nbytes)
     assert arena.is_unused
-    assert arena.take(100 * PAGE) == 0
+    assert arena.lease(100 * PAGE) == 0
 
 
 def replay(arena: Arena, actions: Actions, grows: bool) -> list[int | None]:
@@ -154,10 +154,10 @@ def replay(arena: Arena, actions: Actions, grows: bool) -> list[int | None]:
     places = []
     for takes, nbytes, pick in actions:
         if takes or not taken:
-            start = arena.take(nbytes)
+            start = arena.lease(nbytes)
             if start is None and grows:
                 arena.grow(arena.missing(nbytes))
-                start = arena.take(nbytes)
+                start = arena.lease(nbytes)
             places.append(start)
             if start is not None:
                 taken.append((start, nbytes))
@@ -195,61 +195,61 @@ def test_growing_by_what_is_missing_makes_room_and_a_page_less_does_not(
     taken: list[tuple[int, int, int]] = []
     for owner, (takes, size, pick) in enumerate(actions):
         if takes or not taken:
-            start = arena.take(size)
-            model.take(size, owner)
+            start = arena.lease(size)
+            model.lease(size, owner)
             if start is not None:
                 taken.append((owner, start, size))
         else:
             gone, *place = taken.pop(pick % len(taken))
             arena.give_back(*place)
             model.give_back(gone)
-    while model.take(nbytes, -1) is not None:
-        assert arena.take(nbytes) is not None
-    assert arena.take(nbytes) is None
+    while model.lease(nbytes, -1) is not None:
+        assert arena.lease(nbytes) is not None
+    assert arena.lease(nbytes) is None
     missing = arena.missing(nbytes)
     assert missing == aligned(nbytes) - model.free_at_the_end()
     assert missing >= PAGE
     end = arena.size - model.free_at_the_end()
     if missing > PAGE:
         arena.grow(missing - PAGE)
-        assert arena.take(nbytes) is None
+        assert arena.lease(nbytes) is None
         missing = PAGE
     arena.grow(missing)
-    assert arena.take(nbytes) == end
+    assert arena.lease(nbytes) == end
 
 
 def test_growing_adds_whole_pages_at_the_end() -> None:
     arena = Arena(PAGE)
-    arena.take(1)
+    arena.lease(1)
     arena.grow(PAGE + 1)
     assert arena.size == 3 * PAGE
-    assert arena.take(2 * PAGE) == PAGE
+    assert arena.lease(2 * PAGE) == PAGE
 
 
 def test_an_arena_of_no_bytes_is_unused_and_has_no_room() -> None:
     arena = Arena(0)
     assert arena.is_unused
-    assert arena.take(1) is None
+    assert arena.lease(1) is None
     assert arena.missing(1) == PAGE
 
 
 def test_a_hole_in_the_middle_is_joined_with_both_neighbours() -> None:
     arena = Arena(3 * PAGE)
-    first, middle, last = arena.take(PAGE), arena.take(PAGE), arena.take(PAGE)
+    first, middle, last = arena.lease(PAGE), arena.lease(PAGE), arena.lease(PAGE)
     assert (first, middle, last) == (0, PAGE, 2 * PAGE)
     arena.give_back(0, PAGE)
     arena.give_back(2 * PAGE, PAGE)
-    assert arena.take(2 * PAGE) is None
+    assert arena.lease(2 * PAGE) is None
     arena.give_back(PAGE, PAGE)
-    assert arena.take(3 * PAGE) == 0
+    assert arena.lease(3 * PAGE) == 0
 
 
 def test_room_comes_back_when_whoever_took_it_forgets_it() -> None:
     arena = arenas.Arena(PAGE)
-    arena.take(PAGE)
-    lease = arena.take(PAGE)
+    arena.lease(PAGE)
+    lease = arena.lease(PAGE)
     assert lease is not None
-    assert arena.take(PAGE) is None
+    assert arena.lease(PAGE) is None
     assert not arena.is_unused
     del lease
     assert arena.is_unused

@@ -48,11 +48,11 @@ def test_an_activation_longer_than_two_pieces_comes_back_the_same(tmp_path: Path
     data = torch.randint(256, (130 * 2**20 + 5,), dtype=torch.uint8)
     assert data.numel() > 2 * spill_file._PIECE
     tier = DiskTier(str(tmp_path))
-    copy = tier.send(data, None)
+    copy = tier.begin_copy_out(data, None)
     assert copy is not None
     copy.wait_out()
-    copy.fetch()
-    assert torch.equal(copy.take(), data)
+    copy.begin_return()
+    assert torch.equal(copy.finish_return(), data)
     copy.close()
 
 

@@ -1,4 +1,4 @@
-"""Room in one long stretch of bytes: handed out first fit, taken back, joined with its neighbours.
+"""First-fit allocation in one long stretch of bytes; freed parts are joined with neighbours.
 
 The same steps ask for the same sizes in the same order, and first fit then gives the same places:
 a stretch that was long enough for one step is long enough for all of them.
@@ -18,7 +18,7 @@ from weakref import ref
 ALIGNMENT = 4096
 
 _Stretches: TypeAlias = tuple[tuple[int, int], ...]
-"""Where each stretch begins and how long it is, in order."""
+"""The start and the length of each stretch, in order."""
 
 
 class Lease:
@@ -32,7 +32,7 @@ class Lease:
 
 
 class _Lent(ref[Lease]):
-    """What is left of a lease when it is gone."""
+    """A weak reference to a lease, with its place for when the lease is gone."""
 
     __slots__ = ("length", "start")
     length: int
@@ -40,7 +40,7 @@ class _Lent(ref[Lease]):
 
 
 class Arena:
-    """Places within `size` bytes; knows nothing of what they are places in."""
+    """Leases of places within `size` bytes, of whatever memory or file that is."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -55,8 +55,8 @@ class Arena:
         self._take_back()
         return not self.size or self._free == ((0, self.size),)
 
-    def take(self, nbytes: int) -> Lease | None:
-        """The lowest free stretch of at least `nbytes`, now taken; None if there is none."""
+    def lease(self, nbytes: int) -> Lease | None:
+        """Lease the lowest free stretch of at least `nbytes`; None if there is none."""
         self._take_back()
         length = aligned(nbytes)
         for position, (start, free) in enumerate(self._free):
@@ -81,7 +81,7 @@ class Arena:
         self._free = stretches
 
     def missing(self, nbytes: int) -> int:
-        """How much to grow by, so that `nbytes` fit."""
+        """Returns the bytes to grow by, so that `nbytes` fit."""
         start, length = self._free[-1] if self._free else (self.size, 0)
         return aligned(nbytes) - (length if start + length == self.size else 0)
 
@@ -97,7 +97,7 @@ class Arena:
 
 
 def _with(free: _Stretches, start: int, length: int) -> _Stretches:
-    """Free stretches and one more, joined with those it touches."""
+    """Returns the free stretches and one more, joined with those it touches."""
     if not length:
         return free
     position = after = bisect_left(free, (start, 0))
@@ -111,5 +111,5 @@ def _with(free: _Stretches, start: int, length: int) -> _Stretches:
 
 
 def aligned(nbytes: int) -> int:
-    """Rounded up to whole pages."""
+    """Returns `nbytes` rounded up to whole pages."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""Disk as a tier for activations in host memory."""
+"""The disk tier for activations in host memory."""
 
 import time
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rekindle.offload.tiers.base import Copy, Mark, Place, Tier
+from rekindle.offload.tiers.base import Copy, Mark, Stream, Tier
 from rekindle.offload.tiers.spill_file import SpillFile, wait_for
 from rekindle.offload.tiers.workers import Job
 
@@ -19,7 +19,7 @@ class DiskTier(Tier):
     def __init__(self, directory: str) -> None:
         self.file = SpillFile(directory)
 
-    def send(self, data: Tensor, saved_on: Place) -> "DiskCopy | None":  # noqa: ARG002
+    def begin_copy_out(self, data: Tensor, saved_on: Stream) -> "DiskCopy | None":  # noqa: ARG002
         return DiskCopy(self.file, data)
 
     @property
@@ -48,7 +48,7 @@ class DiskCopy(Copy):
         self._file = file
         self._coming: Tensor | None = None
         self._reading: Job | None = None
-        self._lease = file.take(data.numel())
+        self._lease = file.lease(data.numel())
         self._writing = file.write(data, self._lease)
 
     def is_out(self) -> bool:
@@ -67,7 +67,7 @@ class DiskCopy(Copy):
     def wait_out(self) -> None:
         wait_for(self._writing)
 
-    def fetch(self) -> bool:
+    def begin_return(self) -> bool:
         if self._coming is None:
             data = torch.empty(self._lease.nbytes, dtype=torch.uint8, device="cpu")
             reading = self._file.read(data, self._lease)
@@ -75,8 +75,8 @@ class DiskCopy(Copy):
             self._coming = data
         return True
 
-    def take(self) -> Tensor:
-        self.fetch()
+    def finish_return(self) -> Tensor:
+        self.begin_return()
         data, reading = self._coming, self._reading
         assert data is not None, "it is being read, or has been"
         assert reading is not None, "it is being read, or has been"

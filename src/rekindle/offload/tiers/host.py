@@ -1,4 +1,4 @@
-"""Host memory as a tier: copies on streams of their own, ordered by events, nobody's thread waits.
+"""The host tier: copies on streams of their own, ordered by events; no thread waits.
 
 Note [Who waits for whom]. Work on the device is ordered by its stream, not by when Python asked
 for it, so every hand-over is an event. A copy out waits for the stream on which the activation was
@@ -34,15 +34,15 @@ class HostTier(Tier):
         self._timed_in: list[_Timing] = []
         self._is_timing = False
 
-    def send(self, data: Tensor, saved_on: torch.cuda.Stream) -> "HostCopy | None":
-        room = self.pool.take(data.numel())
+    def begin_copy_out(self, data: Tensor, saved_on: torch.cuda.Stream) -> "HostCopy | None":
+        room = self.pool.reserve(data.numel())
         return None if room is None else HostCopy(self, room, data, saved_on)
 
-    def place(self) -> torch.cuda.Stream:
+    def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 
     def join(self, data: Tensor, made_at: torch.cuda.Stream) -> None:
-        here = self.place()
+        here = self.current_stream()
         if here != made_at:
             here.wait_stream(made_at)
             data.record_stream(here)
@@ -86,7 +86,7 @@ class HostTier(Tier):
         return sum(timing.nbytes for timing in timings) / seconds if seconds else 0.0
 
     def timed(self, nbytes: int, inwards: bool) -> "_Timing | None":
-        """A timing of a copy that is about to be issued, if copies are timed."""
+        """Returns a timing for a copy that is about to be issued; None if copies are not timed."""
         if not self._is_timing:
             return None
         timing = _Timing(nbytes)
@@ -95,7 +95,7 @@ class HostTier(Tier):
 
 
 class _Timing:
-    """When one copy began and ended on its stream."""
+    """Events at the begin and the end of one copy on its stream."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -143,7 +143,7 @@ class Incoming:
         tier.reads += 1
         room.read = tier.reads, self._there
 
-    def take(self) -> Tensor:
+    def finish_return(self) -> Tensor:
         data, self._data = self._data, None
         assert data is not None, "it is taken once"
         here = torch.cuda.current_stream(self._tier.device)
@@ -177,15 +177,15 @@ class HostCopy(Copy):
     def wait_out(self) -> None:
         self._out.wait_out()
 
-    def fetch(self) -> bool:
+    def begin_return(self) -> bool:
         if self._in is None:
             assert self._room is not None, "a copy that was closed is not asked for"
             self._in = Incoming(self._tier, self._room, self._out.sent)
         return True
 
-    def take(self) -> Tensor:
-        assert self._in is not None, "fetch comes first"
-        data = self._in.take()
+    def finish_return(self) -> Tensor:
+        assert self._in is not None, "begin_return comes first"
+        data = self._in.finish_return()
         self._in = None
         return data
 
@@ -204,7 +204,7 @@ class HostCopy(Copy):
 def _copy(
     source: Tensor, target: Tensor, stream: torch.cuda.Stream, timing: "_Timing | None"
 ) -> torch.cuda.Event:
-    """Copy on a stream, and say when it is done."""
+    """Issue a copy on a stream. Returns the event of its end."""
     home, device = torch.cuda.current_stream(stream.device), current_cuda_device()
     try:
         with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""Host memory that a device can copy to and from by itself: a pool that grows in the first step.
+"""A pool of pinned host memory, which grows in the first step.
 
 Memory is pinned in slabs, page by page, at about half a second per GiB; so slabs stay from step to
 step, and are given back by `trim`, or by `shrink` once it is known that they are not needed. A room
@@ -53,27 +53,27 @@ class PinnedPool:
     def size(self) -> int:
         return sum(slab.arena.size for slab in self._slabs)
 
-    def take(self, nbytes: int) -> Room | None:
-        """Room for `nbytes`, or None: the cap is reached."""
+    def reserve(self, nbytes: int) -> Room | None:
+        """Returns room for `nbytes`; None if the cap is reached."""
         self._take_back()
         for slab in self._slabs:
-            lease = slab.arena.take(nbytes)
+            lease = slab.arena.lease(nbytes)
             if lease is not None:
                 slab.is_used = True
                 return Room(slab, lease)
         if not self._grow(aligned(nbytes)):
             return None
         slab = self._slabs[-1]
-        lease = slab.arena.take(nbytes)
+        lease = slab.arena.lease(nbytes)
         assert lease is not None, "a new slab holds what it was made for"
         return Room(slab, lease)
 
     def give_back(self, room: Room) -> None:
-        """Free a room; from any thread, at any moment."""
+        """Free a room. Callable from any thread, at any moment."""
         self._returned.append(room)
 
     def watch_use(self) -> None:
-        """See from now on which slabs are used."""
+        """Record from now on which slabs are used."""
         for slab in self._slabs:
             slab.is_used = False
 
@@ -147,7 +147,7 @@ def unpin(memory: Tensor, device: torch.device) -> None:
 
 
 def _memory_left() -> float:
-    """Bytes that may still be pinned here; as many as one likes where the system does not tell."""
+    """Returns the bytes that may still be pinned; infinity where the system does not tell."""
     left = float("inf")
     with suppress(OSError, KeyError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""One nameless file, written and read by threads in the background.
+"""The spill file: without a name, written and read by threads in the background.
 
 The file has no name from its first moment, or loses it at once, so that the system frees it when
 the process ends, however it ends. Room is reserved before anything is written (`posix_fallocate`),
@@ -22,11 +22,11 @@ from rekindle.offload.tiers.arena import Arena, Lease
 from rekindle.offload.tiers.workers import Job, workers
 
 _PIECE = 64 * 2**20
-"""What is read or written by one call: the system takes no more than 2 GiB at a time."""
+"""Bytes that one call reads or writes: the system takes no more than 2 GiB at a time."""
 
 
 class SpillFile:
-    """Room on disk that nobody can see and that vanishes with the process."""
+    """A file that no folder lists and that vanishes with the process."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -40,16 +40,16 @@ class SpillFile:
     def size(self) -> int:
         return self._arena.size
 
-    def take(self, nbytes: int) -> Lease:
-        """`nbytes` of room. Raises `OSError` if the disk is full or unwritable."""
-        lease = self._arena.take(nbytes)
+    def lease(self, nbytes: int) -> Lease:
+        """Lease `nbytes` of the file. Raises `OSError` if the disk is full or unwritable."""
+        lease = self._arena.lease(nbytes)
         if lease is None:
             if self._file is None:
                 self._run(self._open)
             more = self._arena.missing(nbytes)
             _reserve(self._fd, self._arena.size, more)
             self._arena.grow(more)
-            lease = self._arena.take(nbytes)
+            lease = self._arena.lease(nbytes)
             assert lease is not None, "the file has grown by what was missing"
         return lease
 
@@ -121,7 +121,7 @@ class SpillFile:
 
 
 def wait_for(job: Job) -> None:
-    """Wait until it is done. Raises an error of its own: the job's would hold all that waits."""
+    """Wait for a job. Raises a new `OSError` if it failed: the job's would hold all that waits."""
     job.wait()
     error = job.error
     if error is not None:
@@ -146,7 +146,7 @@ def _reserve(file: int, start: int, nbytes: int) -> None:
 
 
 def _open_nameless(directory: str) -> int:
-    """A file that no folder lists: the system frees it with its last user."""
+    """Open a file that no folder lists: the system frees it with its last user."""
     with suppress(AttributeError, OSError):  # no such thing on every system and file system
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     file, name = tempfile.mkstemp(prefix="rekindle-", dir=directory)
@@ -155,7 +155,7 @@ def _open_nameless(directory: str) -> int:
 
 
 def _pieces(data: Tensor) -> Iterator[tuple[int, memoryview]]:
-    """The memory of a tensor of bytes, in pieces, each with its offset."""
+    """Yields the memory of a tensor of bytes in pieces, each with its offset."""
     whole = memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")
     for begin in range(0, len(whole), _PIECE):
         yield begin, whole[begin : begin + _PIECE]

@@ -1,4 +1,4 @@
-"""Disk as a tier for activations on a CUDA device: by way of a room in pinned memory.
+"""The disk tier for activations on a CUDA device: by way of a room in pinned memory.
 
 An activation leaves the room as soon as it is written, and stays there if it cannot be written.
 """
@@ -25,24 +25,24 @@ class StagedDiskTier(Tier):
     """Disk, for activations on a CUDA device: by way of pinned memory."""
 
     waits_on_device = True
-    fetches_in_stages = True
+    returns_in_stages = True
 
     def __init__(self, device: torch.device, directory: str, max_bytes: int | None) -> None:
         self.host = HostTier(device, _STAGE if max_bytes is None else max_bytes)
         self.file = SpillFile(directory)
         self.lock = RLock()
-        """Held while a room changes hands: the threads that write give theirs back."""
+        """A lock for rooms that change hands: the threads that write give theirs back."""
         self._writing: deque[Job] = deque()
 
-    def send(self, data: Tensor, saved_on: torch.cuda.Stream) -> "StagedCopy | None":
+    def begin_copy_out(self, data: Tensor, saved_on: torch.cuda.Stream) -> "StagedCopy | None":
         while self._writing and self._writing[0].is_done:
             wait_for(self._writing.popleft())
-        lease = self.file.take(data.numel())
-        room = self.host.pool.take(data.numel())
+        lease = self.file.lease(data.numel())
+        room = self.host.pool.reserve(data.numel())
         while room is None and self._writing:  # until something else is written
             self._writing[0].wait()
             self._writing.popleft()
-            room = self.host.pool.take(data.numel())
+            room = self.host.pool.reserve(data.numel())
         if room is None:
             return None
         copy = StagedCopy(self, room, lease, data, saved_on)
@@ -57,8 +57,8 @@ class StagedDiskTier(Tier):
         self.host.trim()
         self.file.trim()
 
-    def place(self) -> torch.cuda.Stream:
-        return self.host.place()
+    def current_stream(self) -> torch.cuda.Stream:
+        return self.host.current_stream()
 
     def join(self, data: Tensor, made_at: torch.cuda.Stream) -> None:
         self.host.join(data, made_at)
@@ -122,7 +122,7 @@ class StagedCopy(Copy):
     def wait_out(self) -> None:
         self._out.wait_out()
 
-    def fetch(self) -> bool:
+    def begin_return(self) -> bool:
         with self._tier.lock:
             if self._in is not None:
                 return True
@@ -130,7 +130,7 @@ class StagedCopy(Copy):
                 if self._room is not None:  # not written yet
                     self._in = Incoming(self._tier.host, self._room, self._out.sent)
                     return True
-                self._room = self._tier.host.pool.take(self._lease.nbytes)
+                self._room = self._tier.host.pool.reserve(self._lease.nbytes)
                 if self._room is None:
                     return False
                 read = self._tier.host.pool.last_read
@@ -143,24 +143,24 @@ class StagedCopy(Copy):
 
     def _enter(self) -> None:
         assert self._room is not None, "there is a room to read into"
-        assert self._reading is not None, "fetch comes first"
+        assert self._reading is not None, "begin_return comes first"
         wait_for(self._reading)
         self._in = Incoming(self._tier.host, self._room, None)
 
-    def take(self) -> Tensor:
-        if self._in is None and self._reading is None and not self.fetch():
+    def finish_return(self) -> Tensor:
+        if self._in is None and self._reading is None and not self.begin_return():
             return self._read_past_the_stage()
         if self._in is None:
             assert self._reading is not None, "it is being read, or has been"
             self._reading.wait()
             self._enter()
         assert self._in is not None, "it has entered"
-        data = self._in.take()
+        data = self._in.finish_return()
         self.drop()
         return data
 
     def _read_past_the_stage(self) -> Tensor:
-        """The bytes, by way of ordinary memory: others have all the pinned memory."""
+        """Returns the bytes by way of ordinary memory: others have all the pinned memory."""
         data = torch.empty(self._lease.nbytes, dtype=torch.uint8, device="cpu")
         wait_for(self._tier.file.read(data, self._lease))
         return data.to(self._tier.host.device)

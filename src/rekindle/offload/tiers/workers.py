@@ -16,11 +16,11 @@ from weakref import ref
 
 _WORKERS = 4
 _SECONDS = 5.0
-"""How long the end of the process waits for what is being read or written."""
+"""Seconds that the end of the process waits for what is being read or written."""
 
 
 class Job:
-    """Something to be done once, by a thread or by whoever finds no thread to do it."""
+    """A function to be called once, by a thread or by a caller that finds no thread."""
 
     __slots__ = (
         "__weakref__",
@@ -35,11 +35,11 @@ class Job:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
-        """What is to be done; let go of before it is said to be done, with all that it holds."""
+        """The function to call; released, with all that it holds, before the job counts as done."""
         self._guard = allocate_lock()
-        """Held for a moment while it is decided who does it, or whether."""
+        """A lock for the moment in which it is decided who does the job, or whether."""
         self._over = allocate_lock()
-        """Held until it is done."""
+        """A lock that is held until the job is done."""
         self._over.acquire()
         self._then: list[Callable[[Job], None]] = []
         self.is_done = False
@@ -51,7 +51,7 @@ class Job:
         return self.is_done and not self.is_cancelled and self.error is None
 
     def run(self) -> None:
-        """Do it, unless somebody has begun to, or has cancelled it."""
+        """Do the job, unless somebody has begun to, or has cancelled it."""
         with self._guard:
             work, self._work = self._work, None
         if work is None:
@@ -67,7 +67,7 @@ class Job:
             raise error
 
     def cancel(self) -> bool:
-        """Have it not done; False if it has begun."""
+        """Cancel the job; False if it has begun."""
         with self._guard:
             work = self._work
             if work is None:
@@ -86,12 +86,12 @@ class Job:
         self._call_back()
 
     def wait(self) -> None:
-        """Wait until it is done, or cancelled."""
+        """Wait until the job is done, or cancelled."""
         with self._over:
             pass
 
     def when_done(self, then: Callable[["Job"], None]) -> None:
-        """Call a function when it is done, or now if it is."""
+        """Call a function when the job is done, or now if it is."""
         with self._guard:
             self._then.append(then)
         if self.is_done:
@@ -107,7 +107,7 @@ class Job:
 
 
 class _Token:
-    """Held by one thread as long as it takes jobs."""
+    """A mark that a thread is alive: it holds one as long as it takes jobs."""
 
     __slots__ = ("__weakref__",)
 
@@ -127,7 +127,7 @@ class Workers:
 
     @property
     def count(self) -> int:
-        """How many threads there are now."""
+        """Number of threads that there are now."""
         return sum(1 for token in list(self._threads.values()) if token() is not None)
 
     def submit(self, work: Callable[[], None]) -> Job:

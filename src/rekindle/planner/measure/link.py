@@ -42,7 +42,7 @@ def _disk_bandwidth() -> float:
     file = SpillFile(folder)
     data = torch.zeros(_BYTES, dtype=torch.uint8)
     try:
-        start = file.take(_BYTES)
+        start = file.lease(_BYTES)
         out = timed(lambda: wait_for(file.write(data, start)), data.device)
         back = timed(lambda: wait_for(file.read(data, start)), data.device)
     except OSError as error:
