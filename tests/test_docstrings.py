@@ -11,7 +11,7 @@ import rekindle
 SOURCE = Path(rekindle.__file__).parent
 FILES = sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py"))
 RIDDLES = re.compile(r"(What|Whether|The same)\b")
-TO_DO = ("planner/")
+TO_DO = ("planner/",)
 """Rooms of which some docstrings are still to be reworded."""
 
 
