@@ -90,7 +90,7 @@ def plan_by(
 
 
 def plain_prediction(profile: Profile) -> Prediction:
-    """What a step takes without a plan."""
+    """The peak and time of a step without a plan."""
     return simulate(profile, plain_options(profile))
 
 

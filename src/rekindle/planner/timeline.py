@@ -296,7 +296,7 @@ class _Forward(NamedTuple):
 
 
 class _Moving(NamedTuple):
-    """What becomes of the results that are to move, at each place."""
+    """Copies of results that move: what is in flight, and who waits, at each place."""
 
     stays: list[int]
     """Bytes that stay: the backward wants them first."""

@@ -117,7 +117,7 @@ class BlockTrace:
     saved: frozenset[int]
     """Indices of the values that autograd saves."""
     saved_tensors: tuple[int | None, ...] = ()
-    """What autograd saves, in order: a value's index, or None for a tensor from outside."""
+    """Saved tensors, in order: a value's index, or None for a tensor from outside."""
     communicates: bool = False
     """True if the block runs collectives: ranks then have to recompute the same ones."""
     recomputable: tuple[int, ...] = ()
@@ -279,7 +279,7 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of a model's training step.
+    """The measurements of a model's training step.
 
     Bytes are those of the device's memory: on a GPU what torch's allocator gives out, on a CPU the
     tensors that ops return, without scratch inside an op and random states of regions.

@@ -33,7 +33,7 @@ def choose(profile: Profile, budget: int) -> Solution | None:
 
 
 def _within(timeline: Timeline, budget: int) -> Solution | None:
-    """What the program finds; HiGHS may be over a budget by a rounding error, then it gets less."""
+    """Solve the integer program; once more with a little less if HiGHS rounded over the budget."""
     found = milp.fastest(timeline, budget, EXACT)
     if found is None or found.prediction.peak <= budget:
         return found
@@ -79,7 +79,7 @@ def _least_held(timeline: Timeline) -> Solution:
 
 
 def _spread(timeline: Timeline, solution: Solution) -> Solution:
-    """The same candidates of alike blocks, with those that move results evenly between the others.
+    """Spread the blocks that move results evenly between the others, where all blocks are alike.
 
     The integer program does not see how copies pile up in the link.
     """
