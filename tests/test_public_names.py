@@ -56,13 +56,13 @@ def test_the_names_of_rekindle_are_what_it_exports() -> None:
         for name, value in vars(rekindle).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
-    assert exported | {"policies"} == set(rekindle.__all__)
+    assert exported | {"policies", "strategy"} == set(rekindle.__all__)
 
 
-def test_dir_shows_the_public_names_and_no_module_but_policies() -> None:
+def test_dir_shows_the_public_names_and_no_module_but_two_of_values() -> None:
     assert dir(rekindle) == sorted(rekindle.__all__)
     modules = [name for name in dir(rekindle) if isinstance(getattr(rekindle, name), ModuleType)]
-    assert modules == ["policies"]
+    assert modules == ["policies", "strategy"]
 
 
 def test_the_names_of_the_compat_module_are_sorted() -> None:

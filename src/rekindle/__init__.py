@@ -3,6 +3,7 @@
 Public are the names in `__all__`, which `dir(rekindle)` shows, and these modules:
 
     rekindle.policies          values that decide op by op what is kept
+    rekindle.strategy          values that say what is done with the activations of a module
     rekindle.integrations.*    transformers, accelerate, peft, Lightning
     rekindle.compat.*          torch's names for checkpoints and wrappers, on rekindle's engines
 
@@ -10,7 +11,7 @@ Every other module is private, whether or not its name begins with an underscore
 change from one version to the next.
 """
 
-from rekindle import policies
+from rekindle import policies, strategy
 from rekindle._api.apply import apply, remove
 from rekindle._api.checkpoint import checkpoint, checkpoint_sequential
 from rekindle._api.planning import Point, fit, frontier, profile, solve
@@ -29,6 +30,7 @@ from rekindle.modules.wrappers import (
 from rekindle.modules.wrapping import apply_activation_checkpointing
 from rekindle.observation import Counts, Observation, Traffic, observe
 from rekindle.offload.context import Offload, offload
+from rekindle.planner.devices import Device
 from rekindle.planner.plan import Plan
 from rekindle.planner.plan_for_budget import BudgetError
 from rekindle.planner.runtime import plan_of
@@ -68,6 +70,7 @@ __all__ = [
     "CheckpointWrapper",
     "Counts",
     "DefaultDeviceType",
+    "Device",
     "GraphExecGroup",
     "Observation",
     "Offload",
@@ -105,6 +108,7 @@ __all__ = [
     "set_checkpoint_early_stop",
     "set_device_states",
     "solve",
+    "strategy",
 ]
 
 

@@ -7,8 +7,6 @@ from typing import Literal, get_args
 from rekindle.sizes import parse_bytes
 from rekindle.strategy import Offload, TierName
 
-FATE_OF_TIER: dict[TierName, str] = {"host": "offload", "disk": "spill"}
-"""By tier: the word by which `apply` and policies name it."""
 OnFull = Literal["keep", "raise"]
 Quota = int | float | str
 

@@ -10,7 +10,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
-from rekindle.offload.offload_options import FATE_OF_TIER
 from rekindle.regions.selective.decisions import AS_PLANNED, Decision
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
 from rekindle.regions.selective.op_addresses import (
@@ -20,7 +19,7 @@ from rekindle.regions.selective.op_addresses import (
     is_parameter,
 )
 from rekindle.regions.selective.policy_kinds import Policy
-from rekindle.strategy import NumberedOps, OpAddress, PlannedOps
+from rekindle.strategy import WORD_OF_TIER, NumberedOps, OpAddress, PlannedOps
 
 
 def policy_of(planned: PlannedOps | NumberedOps) -> Policy:
@@ -137,4 +136,4 @@ def _by_key(planned: PlannedOps | NumberedOps) -> dict[Any, Decision]:
 
 def _parts(planned: PlannedOps | NumberedOps) -> list[tuple[str, tuple[Any, ...]]]:
     """Words for what is done with ops, each with its ops."""
-    return [("keep", planned.kept), (FATE_OF_TIER[planned.tier], planned.offloaded)]
+    return [("keep", planned.kept), (WORD_OF_TIER[planned.tier], planned.offloaded)]
