@@ -187,3 +187,39 @@ def test_a_class_of_the_users_own_may_use_the_names_of_before() -> None:
     large = Large(keep().then, None)  # type: ignore[attr-defined]
     assert replayed(lambda x: torch.stack([x.sin(), x]).exp().sin(), leaf(3), large) == 0
     assert replayed(lambda x: x.sin().exp().sin(), leaf(3), large | recompute()) == 2
+
+
+class _FromBefore:
+    """Decides under the names that policies had before, as a base that is no policy."""
+
+    def fate(self, ctx: rekindle.SelectiveCheckpointContext) -> Any:
+        return keep("aten::mm").fate(ctx)
+
+    def fate_of_name(self, name: str, ctx: rekindle.SelectiveCheckpointContext) -> Any:
+        return super().fate_of_name(name, ctx)  # type: ignore[misc]
+
+
+def test_a_class_may_have_the_names_of_before_from_a_base_that_is_no_policy() -> None:
+    class Mixed(_FromBefore, Policy):
+        pass
+
+    assert replayed(product, leaf(3, 3), Mixed()) == 2
+
+
+def test_a_class_that_uses_the_names_of_before_may_call_those_of_its_bases() -> None:
+    class Mixed(_FromBefore, Policy):
+        def fate(self, ctx: rekindle.SelectiveCheckpointContext) -> Any:
+            return super().fate(ctx)
+
+    class Narrower(Mixed):
+        def fate(self, ctx: rekindle.SelectiveCheckpointContext) -> Any:
+            return super().fate(ctx)
+
+    policy = Narrower()
+    assert replayed(product, leaf(3, 3), policy) == 2
+    assert policy.decide_named("a", None) is None  # type: ignore[arg-type]
+
+
+def test_policies_answer_to_the_names_of_before() -> None:
+    assert named("a").fate_of_name("a", None) is named("a").decide_named("a", None)  # type: ignore[arg-type]
+    assert keep().fate_of_name("a", None) is None  # type: ignore[arg-type]

@@ -43,14 +43,16 @@ class Policy:
     """The policy as a function that `torch.compile` takes for a `context_fn`."""
 
     def __init_subclass__(cls) -> None:
-        """Have classes of users work that use `fate` and `fate_of_name`, the names of before."""
+        """Have classes of users work that use `fate` and `fate_of_name`, the names of before.
+
+        A class may have them from a base that is no policy, and may call those of its bases.
+        """
         super().__init_subclass__()
-        own = vars(cls)
         for name, before in (("decide", "fate"), ("decide_named", "fate_of_name")):
-            if name in own:
-                setattr(cls, before, own[name])
-            elif before in own:
-                setattr(cls, name, own[before])
+            own = next(vars(base) for base in cls.__mro__ if {name, before} & vars(base).keys())
+            method = own.get(name, own.get(before))
+            setattr(cls, name, method)
+            setattr(cls, before, method)
 
     def __post_init__(self) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -90,6 +92,8 @@ class Policy:
     def decide_named(self, name: str, ctx: SelectiveCheckpointContext) -> Decision | None:  # noqa: ARG002
         """The decision on a tensor that was given a name; None for no opinion."""
         return None
+
+    fate, fate_of_name = decide, decide_named
 
     def keeps_inputs(self, ctx: SelectiveCheckpointContext) -> bool:  # noqa: ARG002
         """Returns whether an op's arguments are kept rather than what they were made from."""
