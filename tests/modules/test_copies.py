@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,3 +100,17 @@ def test_a_model_is_freed_without_the_garbage_collector() -> None:
         assert [ref() for ref in dead] == [None] * len(dead)
     finally:
         gc.enable()
+
+
+@ways_to_copy
+def test_a_copy_runs_where_the_folder_that_it_spills_to_does_not_exist(
+    duplicate: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "spilled"
+    folder.mkdir()
+    model = applied(rekindle.offload(tier="disk", quota=1.0, min_bytes=0, directory=folder))
+    folder.rmdir()
+    other = duplicate(model)
+    assert managed(other) == managed(model)
+    with pytest.warns(UserWarning, match="There is no room"):
+        assert_as_plain(other, leaf())

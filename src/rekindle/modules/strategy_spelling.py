@@ -3,6 +3,7 @@
 from typing import Any, TypeAlias
 
 from rekindle.offload.context import Offload as OffloadContext
+from rekindle.offload.offload_options import check_folder
 from rekindle.policies import Policy
 from rekindle.strategy import (
     Keep,
@@ -34,12 +35,14 @@ def strategy_of(spelling: Any) -> Strategy:
     >>> strategy_of(rekindle.policies.keep("aten::mm"))
     Selective(policy=keep('aten::mm'))
     """
-    if isinstance(spelling, Strategy):
-        return spelling
     if isinstance(spelling, str):
         if spelling not in _WORDS:
             raise ValueError(f"A strategy is one of {list(_WORDS)}, but got {spelling!r}")
-        return _WORDS[spelling]
+        spelling = _WORDS[spelling]
+    if isinstance(spelling, Strategy):
+        if isinstance(spelling, Offload):
+            check_folder(spelling)
+        return spelling
     if isinstance(spelling, Policy | PlannedOps | NumberedOps):
         return Selective(spelling)
     if isinstance(spelling, OffloadContext):

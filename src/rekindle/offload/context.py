@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rekindle import strategy as strategies
-from rekindle.offload.offload_options import OnFull, Quota, offload_strategy
+from rekindle.offload.offload_options import OnFull, Quota, check_folder, offload_strategy
 from rekindle.offload.offloader import Offloader, living_offloaders
 from rekindle.offload.owners import OffloaderSet, shared_offloader
 from rekindle.offload.saved_tensors import KeptTensor, unpack
@@ -71,9 +71,9 @@ def offload(
     """
     if torch.compiler.is_compiling():
         break_graph("rekindle.offload() is made in compiled code: make it before, once")
-    return Offload(
-        offload_strategy(tier, quota, min_bytes, max_host_bytes, directory, on_full, derive)
-    )
+    strategy = offload_strategy(tier, quota, min_bytes, max_host_bytes, directory, on_full, derive)
+    check_folder(strategy)
+    return Offload(strategy)
 
 
 class _Exit:

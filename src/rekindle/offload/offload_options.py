@@ -20,7 +20,11 @@ def offload_strategy(
     on_full: OnFull = "keep",
     derive: bool = True,
 ) -> Offload:
-    """Returns the strategy, or raises an error that names the argument that is wrong."""
+    """Returns the strategy, or raises an error that names the argument that is wrong.
+
+    The folder is not looked for: `check_folder` does that where a user names it. A copy of a model
+    may run on a machine that has no such folder: activations stay on the device there.
+    """
     if tier not in get_args(TierName):
         raise ValueError(f'tier should be "host" or "disk", but got {tier!r}')
     if on_full not in get_args(OnFull):
@@ -67,7 +71,13 @@ def _quota(quota: Quota, min_bytes: int) -> int | float | None:
 
 
 def _directory(directory: str | os.PathLike[str] | None) -> str:
-    path = os.path.abspath(os.fspath(directory or tempfile.gettempdir()))
+    return os.path.abspath(os.fspath(directory or tempfile.gettempdir()))
+
+
+def check_folder(strategy: Offload) -> None:
+    """Raise an error if the folder of a strategy for disk does not exist."""
+    if strategy.tier != "disk":
+        return
+    path = _directory(strategy.directory)
     if not os.path.isdir(path):
         raise ValueError(f"directory should be an existing folder, but there is none at {path!r}")
-    return path
