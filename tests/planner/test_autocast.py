@@ -165,13 +165,13 @@ def peak_of(case: Case, options: list[Candidate], profile: rekindle.Profile) -> 
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ops whose results regions keep, as they run."""
     ops: list[str] = []
-    hold_when_marked = TensorTable.hold_when_marked
+    hold_after_op = TensorTable.hold_after_op
 
     def spy(table: TensorTable, tensor: Tensor, value: Any, maker: Any, *rest: Any) -> None:
         ops.append(maker.name())
-        hold_when_marked(table, tensor, value, maker, *rest)
+        hold_after_op(table, tensor, value, maker, *rest)
 
-    monkeypatch.setattr(TensorTable, "hold_when_marked", spy)
+    monkeypatch.setattr(TensorTable, "hold_after_op", spy)
     return ops
 
 

@@ -1,18 +1,20 @@
-"""The region contract: what every engine does around a forward and a replay, in one place.
+"""The contract of regions: what each kind of region does around its forward and its replay.
 
-An engine is a subclass of `Region`. It says what autograd gets in place of a tensor that it saves
-(`pack`), how it gets the tensor back (`unpack`), and what happens when the forward ends
+A kind of region is a subclass of `Region`. It says what autograd gets in place of a tensor that it
+saves (`pack`), how it gets the tensor back (`unpack`), and what happens when the forward ends
 (`end_forward`). `run_region` runs a forward: it pushes the saved-tensor hooks, makes the region the
 current one, and leaves nothing behind whatever interrupts it.
 
 Note [The current region]. `current` is a context variable: the innermost forward or replay that
-runs on this thread, linked to the one around it. Whoever walks Python's stack passes one frame of a
-function that is marked with `runs_region` for each link. Autograd's own threads start with none.
+runs on this thread, linked to the one around it. On Python's stack, each link of this chain is one
+frame of a function marked with `runs_region`; recompute/early_stop.py walks the two together.
+Autograd's own threads start with none.
 
-Note [Who locks what]. A region has one reentrant lock. It is taken to replay, and so to read or
-write what a replay made; never to run a forward. Releasing what was replayed does not wait for the
-lock: another thread that replays the region wants the activations, and releases them in its turn.
-To wait for it could be to wait for ever, if it waits for a region that this thread replays.
+Note [Who locks what]. A region has one reentrant lock. A thread holds it while it replays the
+region or touches what a replay made; never while it runs a forward. Releasing what was replayed
+does not wait for the lock: another thread that replays the region needs the activations, and
+releases them itself. Waiting for that thread could deadlock, if it waits for a region that this
+thread replays.
 """
 
 from _thread import RLock
@@ -37,13 +39,13 @@ _T = TypeVar("_T")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class Running:
+class RunningRegion:
     """One forward or replay that runs on this thread. Note [The current region]."""
 
     __slots__ = ("_region", "in_replay", "is_replay", "outer")
 
     def __init__(
-        self, region: "Region | None", outer: "Running | None", is_replay: bool = False
+        self, region: "Region | None", outer: "RunningRegion | None", is_replay: bool = False
     ) -> None:
         self._region = None if region is None else ref(region)
         self.outer = outer
@@ -58,12 +60,12 @@ class Running:
         return None if self._region is None else self._region()
 
 
-current: ContextVar[Running | None] = ContextVar("rekindle_current_region", default=None)
+current: ContextVar[RunningRegion | None] = ContextVar("rekindle_current_region", default=None)
 """The innermost forward or replay that runs on this thread."""
 
 region_code_ids: set[int] = set()
 """Ids of the code of functions that run a region: each of their frames on the stack is one
-`Running`. Ids, because to hash code is to hash all its constants."""
+`RunningRegion`. Ids, because to hash code is to hash all its constants."""
 
 
 def runs_region(function: _Function) -> _Function:
@@ -89,10 +91,11 @@ class Region:
     path: "tuple[str, ref[nn.Module]] | None" = None
     """Path and module around the forward, if a policy asked for a module's path."""
     has_one_output = False
-    """True if the forward returned one tensor, and everything that it made leads there."""
+    """True if the forward returned one tensor: a backward of the whole graph is then taken to run
+    every node of the region."""
 
     unpack: Callable[[Any], Tensor]
-    """Saved-tensor hook: the tensor that `pack` took. A static method, or a callable of C."""
+    """Saved-tensor hook: the tensor that `pack` took. A static method, or implemented in C."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -123,7 +126,7 @@ class Region:
             self.watch.ran(inputs, held)
 
     def with_oom_note(self, replay: Callable[..., _T], *args: Any) -> _T:
-        """Call a function that replays; an error for lack of memory tells what the plan knows."""
+        """Call a function that replays; an out-of-memory error gets a note from the plan."""
         try:
             return replay(*args)
         except torch.OutOfMemoryError as error:
@@ -142,7 +145,7 @@ class Region:
     def release(self) -> None:
         """Let go of what replays made; called with the lock taken."""
 
-    def empty_in_time(self) -> None:
+    def empty_when_unshared(self) -> None:
         """Have the region emptied when nobody shares a replay any more; outside a backward, now."""
         if graph_task_id() == -1:
             self.empty()
@@ -155,6 +158,7 @@ class Region:
 
 
 Sharing = tuple[str, int]
+"""Identifies what shares a replay: "backward" with its task, or "group" with the group's id."""
 
 
 def replay_is_shared_by() -> Sharing | None:
@@ -177,11 +181,11 @@ def run_region(
     """Run the forward of a region, and return what it returns."""
     hooks, modes, outer = top_hooks(False), dispatch_state(), current.get()
     try:
-        current.set(Running(region, outer))
+        current.set(RunningRegion(region, outer))
         with region:
             out = function(*args, **kwargs)
         current.set(outer)
-    except BaseException:  # Note [Put back as often as asked]
+    except BaseException:  # Note [Put back as often as asked] in torch_state.py
         current.set(outer)
         pop_hooks_to(hooks)
         set_dispatch_state(modes)
@@ -204,6 +208,6 @@ def run_under_hooks(
     try:
         with context:
             return function(*args, **kwargs)
-    except BaseException:  # Note [Put back as often as asked]
+    except BaseException:  # Note [Put back as often as asked] in torch_state.py
         pop_hooks_to(hooks)
         raise

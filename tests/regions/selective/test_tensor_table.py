@@ -38,9 +38,9 @@ def test_a_result_is_recomputable_until_it_is_held() -> None:
     assert value.held is not None
 
 
-def test_a_pending_result_is_held_when_autograd_has_marked_it() -> None:
+def test_a_pending_result_is_held_when_its_op_has_ended() -> None:
     table, out, value = TensorTable(None), torch.ones(4), RecordedValue(None)
-    table.hold_when_marked(out, value, aten.sin.default, None)
+    table.hold_after_op(out, value, aten.sin.default, None)
     assert table.is_pending(value)
     assert value.held is None
     table.hold_pending()
@@ -57,7 +57,7 @@ def test_a_tensor_for_a_tier_is_handed_over_at_the_end_if_something_needs_its_va
 
     needed, unneeded = RecordedValue(None), RecordedValue(None)
     for value in (needed, unneeded):
-        table.hold_when_marked(torch.ones(4), value, aten.sin.default, (pack, lambda x: x))
+        table.hold_after_op(torch.ones(4), value, aten.sin.default, (pack, lambda x: x))
     table.hold_pending()
     assert table.is_pending(needed)
     del value, unneeded
@@ -68,7 +68,7 @@ def test_a_tensor_for_a_tier_is_handed_over_at_the_end_if_something_needs_its_va
 
 def test_an_unwritten_tensor_has_no_value_until_it_is_used() -> None:
     table, out = TensorTable(None), torch.empty(4)
-    table.mark_unwritten([out], aten.empty.memory_format)
+    table.add_unwritten([out], aten.empty.memory_format)
     assert table.is_unwritten(out)
     assert table.find(out) is None
     value = table.value_of(out)
@@ -99,6 +99,6 @@ def test_a_tensor_whose_memory_is_exchanged_is_not_known_any_more() -> None:
 def test_entries_of_dead_tensors_are_dropped() -> None:
     table = TensorTable(None)
     for _ in range(100):
-        table.hold_when_marked(torch.ones(4), RecordedValue(None), None, None)
+        table.hold_after_op(torch.ones(4), RecordedValue(None), None, None)
         table.hold_pending()
     assert len(table) < 50

@@ -27,7 +27,7 @@ from rekindle.torch_private.grad_mode import without_grad
 from rekindle.torch_private.version_counters import version_of
 
 if TYPE_CHECKING:
-    from rekindle.regions.recompute.collect import Collected
+    from rekindle.regions.recompute.collect import Collector
     from rekindle.regions.recompute.recompute_region import RecomputeRegion
     from rekindle.regions.recompute.slots import Slot
 
@@ -97,11 +97,12 @@ def _scrambled(places: Tensor) -> Tensor:
     return (mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D
 
 
-class _Recorder:
-    """Fingerprints in the order of saving, each taken when its op has ended."""
+class _FingerprintRecorder:
+    """Computes the fingerprint of each save, when the op that saves has ended."""
 
     def __init__(self) -> None:
-        self.taken: dict[int, Fingerprint | None] = {}
+        self.fingerprints: dict[int, Fingerprint | None] = {}
+        """Fingerprints by the position of each save; None if a tensor has none."""
         self._pending: list[tuple[int, Tensor]] = []
         self._site: RawSite | None = None
 
@@ -117,7 +118,7 @@ class _Recorder:
 
     def close(self) -> None:
         if self._pending:
-            self.taken.update(past_modes(_all_fingerprints, self._pending))
+            self.fingerprints.update(past_modes(_all_fingerprints, self._pending))
         self._pending.clear()
 
 
@@ -131,8 +132,8 @@ class Fingerprints:
     """The fingerprints of one region's forward, and of the replay that runs now."""
 
     def __init__(self) -> None:
-        self._forward = _Recorder()
-        self._replay = _Recorder()
+        self._forward = _FingerprintRecorder()
+        self._replay = _FingerprintRecorder()
         self._count = 0
 
     def add(self, x: Tensor, site: RawSite) -> None:
@@ -145,21 +146,21 @@ class Fingerprints:
     def compare(self, position: int, x: Tensor, site: RawSite) -> None:
         self._replay.add(position, x, site)
 
-    def check(self, region: "RecomputeRegion", found: "Collected") -> list[Drift]:
+    def check(self, region: "RecomputeRegion", collector: "Collector") -> list[Drift]:
         """Raise if anything that the replay gave back has other content than it had in forward.
 
         If all that has may be memory that nothing reads, it is returned instead: Note [What nothing
         writes nor reads].
         """
         self._replay.close()
-        replayed, self._replay = self._replay.taken, _Recorder()
+        replayed, self._replay = self._replay.fingerprints, _FingerprintRecorder()
         pairs = [
             (position, before, after)
             for position, after in replayed.items()
             if after is not None
             and position < len(region.saved.slots)  # else a backward inside is ahead of the forward
             and region.saved.slots[position]() is not None
-            and (before := self._forward.taken.get(position)) is not None
+            and (before := self._forward.fingerprints.get(position)) is not None
         ]
         if not pairs:
             return []
@@ -168,13 +169,13 @@ class Fingerprints:
             equal = [e.cpu() for e in equal]
         same = torch.stack(equal).tolist()
         drifts = [_drift(*pair) for pair, equal in zip(pairs, same, strict=True) if not equal]
-        if not all(_may_be_unwritten(found, drift.position) for drift in drifts):
+        if not all(_may_be_unwritten(collector, drift.position) for drift in drifts):
             raise mismatch.drifted(region, drifts)
         return drifts
 
 
-def _may_be_unwritten(found: "Collected", position: int) -> bool:
-    return not found.is_old(position) and version_of(found.tensors[position]) == 0
+def _may_be_unwritten(collector: "Collector", position: int) -> bool:
+    return not collector.is_old(position) and version_of(collector.tensors[position]) == 0
 
 
 def is_read(slot: "Slot") -> bool:

@@ -14,19 +14,19 @@ from rekindle.regions.errors.op_trace import describe, format_diff, meta
 
 if TYPE_CHECKING:
     from rekindle.regions.errors.fingerprint import Drift
-    from rekindle.regions.recompute.collect import Collected
+    from rekindle.regions.recompute.collect import Collector
     from rekindle.regions.recompute.recompute_region import RecomputeRegion
     from rekindle.regions.recompute.slots import Slot
 
 
 def different(
-    region: "RecomputeRegion", position: int, seen: Tensor | None, again: "Collected"
+    region: "RecomputeRegion", position: int, seen: Tensor | None, again: "Collector"
 ) -> CheckpointError:
     """The error of a replay that differs from its forward at `position`, where it saved `seen`.
 
     `again` is one more replay, which took down where it was.
     """
-    where = again.where or []
+    where = again.replay_sites or []
     parted = (
         i for i, (a, b) in enumerate(zip(region.saved.sites, where, strict=False)) if a[:2] != b[:2]
     )
@@ -143,13 +143,15 @@ def _error(
     if not region.options.preserve_rng_state:
         cause += ", or a random number: this region was called with preserve_rng_state=False"
     parts = [f"Region {region_name(region.function)} did not replay as it ran: {headline}", detail]
-    if region.trace is not None:
-        parts.append(format_diff(region.trace))
+    if region.op_trace is not None:
+        parts.append(format_diff(region.op_trace))
     left_alone = None if region.inputs.state is None else region.inputs.state.left_alone()
     if left_alone:
         parts.append(f"As they are now, not as in forward: {', '.join(left_alone)}.")
     parts.append(f"Likely cause: {cause}.")
-    parts.append(f"Try: {cure or _TRY + ('.' if region.trace is not None else _TRY_DEBUG + '.')}")
+    parts.append(
+        f"Try: {cure or _TRY + ('.' if region.op_trace is not None else _TRY_DEBUG + '.')}"
+    )
     return CheckpointError("\n".join(parts))
 
 

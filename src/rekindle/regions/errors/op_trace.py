@@ -39,14 +39,14 @@ class OpTrace:
         self.ran: list[Op] = []
         self.replayed: list[Op] = []
 
-    def forward(self) -> "_Recorder":
-        """A context that takes down the ops of the forward."""
-        return _Recorder(self.ran)
+    def forward(self) -> "_OpTraceMode":
+        """A context that records the ops of the forward."""
+        return _OpTraceMode(self.ran)
 
-    def replay(self) -> "_Recorder":
-        """A context that takes down the ops of the replay."""
+    def replay(self) -> "_OpTraceMode":
+        """A context that records the ops of the replay."""
         self.replayed.clear()
-        return _Recorder(self.replayed)
+        return _OpTraceMode(self.replayed)
 
 
 def format_diff(trace: OpTrace) -> str:
@@ -72,7 +72,7 @@ def format_diff(trace: OpTrace) -> str:
     return "\n".join(lines)
 
 
-class _Recorder(OpMode):
+class _OpTraceMode(OpMode):
     """Appends each op that reaches the dispatcher to a list."""
 
     def __init__(self, ops: list[Op]) -> None:

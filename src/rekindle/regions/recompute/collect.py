@@ -1,26 +1,28 @@
 """The saved-tensor hook of one replay: collects tensors until all that are needed are there.
 
 It is a generator, and its `send` is the hook: autograd calls it for every activation, and resuming
-a generator is the cheapest way to run Python from there. It takes tensors as they are and hands
-back their position; what is needed of them is looked at when the replay is over.
+a generator is the cheapest way to run Python from there. It stores tensors as they are and
+returns their position; they are compared with the forward's when the replay is over.
 
 Note [When a replay may stop]. A replay stops once the last living slot's activation is there.
 Autograd saves an op's inputs *before* its kernel runs, and an op may write to an input that it
 saves (`rrelu` and its noise): stopping inside such a save would hand out a tensor that was never
-written. A tensor that an earlier op made with a gradient, or a parameter, is surely written; any
-other is loose until the op that saves it has ended. With a loose save at the call site of the last
-one, the replay goes on to the next save from another call site, or to the end.
+written. A result of an earlier op that requires a gradient, or a parameter, is surely written; any
+other tensor may be unwritten until the op that saves it has ended. If such a tensor is saved at the
+call site of the last needed save, the replay goes on to the next save from another call site, or to
+the end.
 
-Note [A replay that runs to its end]. Where it need not stop, and nothing is to be looked at on the
-way, the replay is unchecked: the hook is the list's own `append`, and no Python runs at all. It
-hands back nothing, so a replay of a region that runs a backward of its own is checked, and so is
-one whose parameters' data are exchanged before it ends (as ZeRO does): that shows as a mismatch,
-and the replay is repeated, checked.
+Note [A replay that runs to its end]. A replay that need not stop, and whose saves need not be
+looked at one by one, is unchecked: the hook is the list's own `append`, and no Python runs at all.
+This hook returns no position, so a replay of a region that runs a backward of its own is checked.
+So is one whose parameters' data are exchanged before it ends (as ZeRO does): the exchange shows as
+a mismatch, and the replay is repeated, checked.
 
 Note [When stopping pays]. To stop is to raise through autograd's C++, which takes the host 20 µs
-with torch's CPU build and over 500 µs with its CUDA build. What is saved is the op that saves last,
-and what follows it. On a device the host's time counts for more than a small op's: there a replay
-stops only if the op that saves last has a millisecond's fraction of work to do, and else runs on.
+with torch's CPU build and over 500 µs with its CUDA build. A stop saves running the op that makes
+the last needed save, and what follows it. On a device the host's time counts for more than a small
+op's: there a replay stops only if that op is estimated to take about 0.2 ms or more
+(`stopping_pays` in slots.py), and else runs to its end.
 """
 
 import functools
@@ -51,17 +53,17 @@ if TYPE_CHECKING:
 _getframe = sys._getframe
 
 
-class Collected:
-    """The tensors that a replay saved and, if asked for, the call site of each."""
+class Collector:
+    """Holds the tensors that a replay saved and, if asked for, the call site of each."""
 
-    where: list[RawSite] | None = None
-    """The call site of each save, if they are wanted."""
+    replay_sites: list[RawSite] | None = None
+    """The call site of each save of this replay, if they are wanted."""
     depth = 3
-    """Python frames between the region's code and where it is looked for."""
+    """Python frames between the region's code and `record`, which looks for it."""
     detached = 0
-    """Ops that the collecting itself ran."""
-    unchecked = False
-    """Note [A replay that runs to its end]."""
+    """Number of ops that the collector itself ran."""
+    checked = True
+    """True if the hook looks at every save. Note [A replay that runs to its end]."""
     stopped = False
     """True if all that was needed was there before the region ended."""
     ended_elsewhere = False
@@ -80,7 +82,7 @@ class Collected:
         self.copied: dict[int, int] = {}
         """Positions of copies, each with the version of what was copied."""
         if closely or values is not None:
-            self.where = []
+            self.replay_sites = []
 
     @not_compiled
     def saved(self, position: int | Slot) -> Tensor:
@@ -104,13 +106,16 @@ class Collected:
         return slot.value
 
     def outside_traces(self, hook: Callable[[Tensor], int]) -> Callable[[Tensor], int | Slot]:
-        """The hook, for what no graph is made of by an op of the region."""
-        tracer = entered_mode(PROXY)
+        """Returns a hook that leaves alone what is saved for a graph that an op makes.
+
+        Note [A trace inside a region] in recompute_region.py.
+        """
+        proxy_mode = entered_mode(PROXY)
         self.depth += 1
-        return lambda x: hook(x) if entered_mode(PROXY) is tracer else filled(x)
+        return lambda x: hook(x) if entered_mode(PROXY) is proxy_mode else filled(x)
 
     def detach(self, x: Tensor, position: int) -> Tensor:
-        """A parameter's data may be exchanged before backward wants it: hold the data, not it."""
+        """Returns a parameter's data, as the parameter may get other data; others as they are."""
         if not isinstance(x, nn.Parameter):
             return x
         self.parameters.add(position)
@@ -118,16 +123,19 @@ class Collected:
         return x.detach()
 
     def copy_before_change(self, tensor: Tensor, copy_of: Callable[[Tensor], Tensor]) -> None:
-        """A region inside handed this on and is about to change it: have a copy in its place."""
-        found = [i for i, x in enumerate(self.tensors) if x is tensor and i not in self.copied]
-        if found:
+        """Replace a tensor that a region inside handed on, and is about to change, by a copy."""
+        positions = [i for i, x in enumerate(self.tensors) if x is tensor and i not in self.copied]
+        if positions:
             copy, version = copy_of(tensor), tensor._version
-            for position in found:
+            for position in positions:
                 self.tensors[position] = copy
                 self.copied[position] = version
 
     def is_old(self, position: int) -> bool:
-        """True if what was saved there is surely no stand-in for a buffer, whose version is new."""
+        """True if the tensor at a position is surely no stand-in for a buffer.
+
+        A stand-in is a copy that a replay runs on: its version counter starts anew.
+        """
         x = self.tensors[position]
         return (
             x.requires_grad
@@ -135,39 +143,39 @@ class Collected:
             or (is_view(x) and isinstance(x._base, nn.Parameter))
         )
 
-    def may_be_unwritten(self, sites: list[RawSite]) -> bool:
+    def may_be_unwritten(self, forward_sites: list[RawSite]) -> bool:
         """True if the op that saves now may yet write to a save. Note [When a replay may stop]."""
         last = len(self.tensors) - 1
         if self.tensors[last].requires_grad and (
-            not last or sites[last - 1][1] != sites[last][1]
+            not last or forward_sites[last - 1][1] != forward_sites[last][1]
         ):  # surely written, and the op's only save: no need to look at others
             return False
-        for position in by_the_last_op(sites, len(self.tensors)):
-            if not (self.is_old(position) or sites[position][0] is PACKING):
+        for position in by_the_last_op(forward_sites, len(self.tensors)):
+            if not (self.is_old(position) or forward_sites[position][0] is PACKING):
                 return True
         return False
 
     def look(self, x: Tensor) -> None:
-        """Take down where the region is, and what the tensor holds."""
-        assert self.where is not None
-        self.where.append(record(self.depth))
+        """Record the call site of a save and, if contents are compared, its fingerprint."""
+        assert self.replay_sites is not None
+        self.replay_sites.append(record(self.depth))
         if self.values is not None:
-            self.values.compare(len(self.tensors), x, self.where[-1])
+            self.values.compare(len(self.tensors), x, self.replay_sites[-1])
 
 
 @not_compiled
 def collect(
-    found: Collected, needed: int, sites: list[RawSite], early_stop: bool
+    collector: Collector, needed: int, forward_sites: list[RawSite], early_stop: bool
 ) -> Generator[int, Tensor | None, None]:
-    """Collect `needed` activations, one at least; `sites` are the forward's. Prime with `next`."""
-    keep, closely, last = found.tensors.append, found.where is not None, needed - 1
+    """Collect `needed` activations, one at least. Prime it with `next`."""
+    keep, closely, last = collector.tensors.append, collector.replay_sites is not None, needed - 1
     position = -1
     while position < last:
         x = yield position
         if closely:
-            found.look(x)  # type: ignore[arg-type]
+            collector.look(x)  # type: ignore[arg-type]
         position += 1
-        keep(x if type(x) is Tensor else found.detach(x, position))  # type: ignore[arg-type]
+        keep(x if type(x) is Tensor else collector.detach(x, position))  # type: ignore[arg-type]
         x = None  # a generator that is closed may keep its variables
     try:
         caller = _getframe(1)
@@ -176,29 +184,29 @@ def collect(
     op = caller.f_code, caller.f_lasti
     del caller
     if early_stop:
-        found.ended_elsewhere = op != sites[last][:2] and any(
-            op == site[:2] and not library[op[0].co_filename] for site in sites
+        collector.ended_elsewhere = op != forward_sites[last][:2] and any(
+            op == site[:2] and not library[op[0].co_filename] for site in forward_sites
         )
-        if not found.may_be_unwritten(sites):
-            _stop(found)
+        if not collector.may_be_unwritten(forward_sites):
+            _stop(collector)
     while True:
         x = yield position
         if early_stop and _call_site() != op:
-            _stop(found)
+            _stop(collector)
         if closely:
-            found.look(x)  # type: ignore[arg-type]
+            collector.look(x)  # type: ignore[arg-type]
         position += 1
-        keep(found.detach(x, position))  # type: ignore[arg-type]
+        keep(collector.detach(x, position))  # type: ignore[arg-type]
         x = None
 
 
-def _stop(found: Collected) -> NoReturn:
-    """End the replay; what its code still runs on the way out is nobody's."""
-    found.stopped = True
+def _stop(collector: Collector) -> NoReturn:
+    """End the replay; what its code saves on the way out belongs to no region."""
+    collector.stopped = True
     push = functools.partial(push_hooks, StandInHook(), _same)
     swap: tuple[Callable[[], None], ...] = pop_hooks, push
     tuple(map(operator.call, swap))  # Note [In one call]
-    raise stop_inside(found._region())
+    raise stop_inside(collector._region())
 
 
 def _same(value: Tensor) -> Tensor:

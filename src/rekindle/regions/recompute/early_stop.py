@@ -5,7 +5,7 @@ when its forward raises an `Exception`, and not for any other `BaseException`. A
 inside a module with such a hook is ended by an `Exception`, so that the hook runs, with None for
 the output, as in torch. Any other replay is ended by a `BaseException`, which the region's own
 `except Exception` does not catch. If the region does catch the stop, no harm is done: all that
-backward needs is there by then, and what the region runs after that is nobody's.
+backward needs is there by then, and what the region saves after that belongs to no region.
 """
 
 import sys

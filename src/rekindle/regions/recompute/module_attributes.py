@@ -1,7 +1,7 @@
 """Tensors that modules keep in plain attributes, as a recurrent state or a cache of keys.
 
 Note [Attributes that a forward assigns]. A replay would find what the forward left there, and
-assign it once more. So the attributes that methods of a module's class assign by name are noted
+assign it once more. So the attributes that methods of a module's class assign by name are recorded
 before the forward, if they hold a tensor, a tuple or nothing. Those that hold another tensor after
 it are put back for the replay, and afterwards to what they were before it. Most classes assign none
 outside `__init__`, which is looked up once per class. Numbers, lists and objects are left alone:
@@ -113,15 +113,15 @@ def _holds_tensor(value: Any) -> bool:
 
 def _assigned_by(kind: type) -> tuple[str, ...]:
     """The attributes that methods of a class, and of its bases, assign by name."""
-    noted = _names.get(id(kind))
-    if noted is None:
-        noted = _names[id(kind)] = (
+    entry = _names.get(id(kind))
+    if entry is None:
+        entry = _names[id(kind)] = (
             ref(kind, functools.partial(_forget, id(kind))),
             tuple(dict.fromkeys(_find_assigned(kind))),
         )
-        if not noted[1]:
+        if not entry[1]:
             _assigning_nothing.add(id(kind))
-    return noted[1]
+    return entry[1]
 
 
 def _forget(key: int, _: Any) -> None:

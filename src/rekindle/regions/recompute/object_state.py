@@ -2,9 +2,9 @@
 
 Note [Objects among the arguments]. A region may write to an object that it is called with: a cache
 of keys and values, a log, a namespace. The replay would find what the forward wrote, and write to
-it a second time. So what every such object holds is noted before the forward. The replay gets the
-object itself if it still holds just that and the forward did not write to it. Else the replay gets
-a copy, made of what was noted: the object itself is not touched in backward.
+it a second time. So the contents of every such object are recorded before the forward. The replay
+gets the object itself if it still holds just that and the forward did not write to it. Else the
+replay gets a copy, made from the record: the object itself is not touched in backward.
 
 A region knows these objects weakly. An object to which a region wrote tensors leads to the graph,
 and the graph to the region; nothing would collect that. Where the object is gone by the time of the

@@ -1,7 +1,7 @@
 """Taking the arguments of a region apart, to hold them until its replay.
 
-Containers among the arguments are copied, and their tensors go through hooks. What objects hold is
-noted: Note [Objects among the arguments] in object_state.py.
+Containers among the arguments are copied, and their tensors go through hooks. The contents of
+objects are recorded: Note [Objects among the arguments] in object_state.py.
 """
 
 import io

@@ -8,16 +8,17 @@ slot for its activation, the region is run again (replay.py), what it saves is c
 frees it when autograd frees the slot.
 
 Note [What frees a replayed activation]. Without `retain_graph` a node frees its slots right after
-it ran. With `retain_graph` it keeps them, so a slot gives its activation away when asked for it,
-and a second question replays once more. What was replayed for nodes that a backward never runs is
-emptied when it ends; under an exec group, which has more calls to come, when the group dies. A
-backward of the whole graph runs every node that leads to a region's one output, so there is nothing
-to empty then: what the region put aside for later keeps its activations until it is used, or dies.
+it ran. With `retain_graph` it keeps them, so a slot hands out its activation once; the next
+request replays again. What was replayed for nodes that a backward never runs is emptied when that
+backward ends; under an exec group, which has more calls to come, when the group dies. A backward of
+the whole graph runs every node that leads to a region's one output, so nothing is emptied. If the
+region stored another tensor elsewhere, what was replayed for that tensor lives until it is used or
+freed.
 
 Note [A trace inside a region]. Some ops (`flex_attention`, `cond`) make graphs of their own
-functions and of the gradients of these, while they run. What autograd saves for that it asks for
-before the op returns, and the graph is right only if it gets the same tensors. So these are left
-alone, in forward and in replay.
+functions and of the gradients of these, while they run. Autograd saves tensors for that
+graph and asks for them before the op returns, and the graph is right only if it gets the same
+tensors. So these are left alone, in forward and in replay.
 """
 
 import sys
@@ -36,7 +37,7 @@ from rekindle.regions.errors import mismatch
 from rekindle.regions.errors.call_sites import RawSite, library, with_user_code
 from rekindle.regions.errors.fingerprint import Drift, Fingerprints, is_read
 from rekindle.regions.errors.op_trace import OpTrace
-from rekindle.regions.recompute.collect import Collected
+from rekindle.regions.recompute.collect import Collector
 from rekindle.regions.recompute.forward_snapshot import ForwardSnapshot
 from rekindle.regions.recompute.inputs import Inputs
 from rekindle.regions.recompute.random_generators import DrawWatch
@@ -67,20 +68,22 @@ class RecomputeRegion(Region):
     """The user's contexts for forward and replay."""
     values: Fingerprints | None = None
     """Fingerprints of what the forward saved, with `determinism_check="values"`."""
-    trace: OpTrace | None = None
+    op_trace: OpTrace | None = None
     """Ops of forward and replay, with `debug=True`."""
     running = False
     """True while the forward runs."""
-    checked = False
-    """True if every replay is to look at each save. Note [A replay that runs to its end]."""
-    traces = False
+    must_check = False
+    """True if every replay is to look at each save. Note [A replay that runs to its end] in
+    collect.py."""
+    has_inner_graphs = False
     """True if ops of the region made graphs of their own. Note [A trace inside a region]."""
     _full = False
     """True if a replay has filled the slots, and nobody emptied them since."""
     _looks_at_saves = False
-    """True if somebody wants to see what is saved."""
+    """True if fingerprints or an observer read each saved tensor."""
     _given_away: "WeakKeyDictionary[Slot, Tensor | ModifiedInPlace | Drifted] | None" = None
-    """Replayed activations that slots do not own: they go to whoever asks first."""
+    """Replayed activations that slots do not own, each for the first request; or, in place of one,
+    why it cannot be handed out (`ModifiedInPlace`), or that its content differs (`Drifted`)."""
     _node = -1
     """Number of the last op in torch's own Python whose call site was looked for."""
     _entered: ExitStack | None = None
@@ -99,21 +102,21 @@ class RecomputeRegion(Region):
         """True if saved-tensor hooks around the region keep its arguments."""
         self.options = options
         self.inputs = inputs = Inputs(function, args, kwargs, hooks)
-        self.function = inputs.function
+        self.function = inputs.function  # these two as in Region.__init__, inlined: a hot path
         self.lock = RLock()
-        self.start = ForwardSnapshot(inputs, function, args, kwargs, options.preserve_rng_state)
+        self.snapshot = ForwardSnapshot(inputs, function, args, kwargs, options.preserve_rng_state)
         """Arguments and state from before the forward."""
         self.saved = SlotTable()
         """Slots of what autograd saved in forward."""
-        self.tracer = entered_mode(PROXY)
-        """Who makes a graph of the forward. Note [A trace inside a region]."""
+        self.proxy_mode = entered_mode(PROXY)
+        """The mode that makes a graph of the forward, if any. Note [A trace inside a region]."""
         if not options.plain:
             self.contexts = contexts
             if options.determinism_check == "values":
                 self.values = Fingerprints()
                 self._looks_at_saves = True
             if options.debug:
-                self.trace = OpTrace()
+                self.op_trace = OpTrace()
 
     def __enter__(self) -> None:
         self.running = True
@@ -121,19 +124,19 @@ class RecomputeRegion(Region):
         if observation.active:
             self.count_forward(self.inputs.tensors(), held=not self.hooked)
             self._looks_at_saves = self._looks_at_saves or self.watch is not None
-        if self.contexts or self.trace or not self.start.sees_all_generators:
+        if self.contexts or self.op_trace or not self.snapshot.sees_all_generators:
             self._enter_contexts()
 
     def _enter_contexts(self) -> None:
         """Enter what has to look at every op of the forward, and the user's context."""
         self._entered = ExitStack()
         try:
-            if not self.start.sees_all_generators:
-                self._entered.enter_context(DrawWatch(self.start))
+            if not self.snapshot.sees_all_generators:
+                self._entered.enter_context(DrawWatch(self.snapshot))
             if self.contexts is not None:
                 self._entered.enter_context(self.contexts[0])
-            if self.trace is not None:
-                self._entered.enter_context(self.trace.forward())
+            if self.op_trace is not None:
+                self._entered.enter_context(self.op_trace.forward())
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
@@ -153,7 +156,7 @@ class RecomputeRegion(Region):
     def end_forward(self, failed: bool = False) -> None:  # noqa: ARG002
         """Hold what a replay needs, and nothing else: the forward is over."""
         self.running = False
-        self.start.close(self.hooked)
+        self.snapshot.close(self.hooked)
         if self.values is not None:
             self.values.close()
 
@@ -163,8 +166,8 @@ class RecomputeRegion(Region):
     @not_compiled
     def pack(self, x: Tensor) -> Slot:
         """Saved-tensor hook: an empty slot in place of an activation."""
-        if entered_mode(PROXY) is not self.tracer:
-            self.traces = True
+        if entered_mode(PROXY) is not self.proxy_mode:
+            self.has_inner_graphs = True
             return filled(x)
         slot = Slot()
         slot.region = self
@@ -199,7 +202,7 @@ class RecomputeRegion(Region):
     def fill(self, slot: Slot) -> Tensor:
         """The activation of a slot that has none: from those to be given away, or from a replay."""
         with self.lock:  # threads of one backward, or of several, may ask at the same time
-            self.checked = self.checked or self.running
+            self.must_check = self.must_check or self.running
             value = self._take(slot) if self._full else None
             if value is None:
                 self.with_oom_note(self._replay)
@@ -231,79 +234,81 @@ class RecomputeRegion(Region):
 
     def _replay(self) -> None:
         """Run the region again and fill the slots that live, or raise and fill none."""
-        found = Collected(self, values=self.values)
+        collector = Collector(self, values=self.values)
         try:
-            replay(self, found)
+            replay(self, collector)
             try:
-                self._distribute(found)
+                self._distribute(collector)
             except _UncheckedMismatchError:
-                found.tensors.clear()
-                self.checked = True
-                if self.start.modules is not None:
-                    self.start.modules.note_exchange()
-                found = Collected(self, values=self.values)
-                replay(self, found)
-                self._distribute(found)
+                collector.tensors.clear()
+                self.must_check = True
+                if self.snapshot.modules is not None:
+                    self.snapshot.modules.note_exchange()
+                collector = Collector(self, values=self.values)
+                replay(self, collector)
+                self._distribute(collector)
         except BaseException as error:
             self.inputs.note_on(error)
             self.empty()
             raise
         finally:
-            found.tensors.clear()  # the replay's own graph leads back to this list
+            collector.tensors.clear()  # the replay's own graph leads back to this list
             self.inputs.forget_replay()
         if graph_task_id() != -1 and not (
             self.has_one_output and runs_whole_graph() and exec_group() is None
         ):
-            self.empty_in_time()
+            self.empty_when_unshared()
 
-    def _distribute(self, found: Collected) -> None:
+    def _distribute(self, collector: Collector) -> None:
         """Fill the slots with what a replay saved, checked against what the forward saved."""
         checks = self.options.determinism_check != "none"
         # Note [What frees a replayed activation]
         give_away = graph_task_id() == -1 or (keep_graph() and exec_group() is None)
         self._given_away = None
         self._full = True
-        slots, tensors = self.saved.slots, found.tensors
+        slots, tensors = self.saved.slots, collector.tensors
         for position, (weak, saved) in enumerate(zip(slots, tensors, strict=False)):
             slot = weak()
             if slot is None:
                 continue
-            x = saved if type(saved) is Tensor else found.detach(saved, position)
+            x = saved if type(saved) is Tensor else collector.detach(saved, position)
             if checks:
                 try:
                     meta = x.shape, x.dtype, x.device
                 except RuntimeError:  # a nested tensor that is not jagged
                     meta = shape_of(x), x.dtype, x.device
                 if slot.meta != meta:
-                    if found.unchecked:
+                    if not collector.checked:
                         raise _UncheckedMismatchError
                     raise self._explain(position, x)
-            version = found.copied.get(position, x._version) if found.copied else x._version
+            version = collector.copied.get(position, x._version) if collector.copied else x._version
             if slot.version != version:
                 version = self.inputs.version_as_called(saved, version)
-                if slot.version != version and (found.is_old(position) or not self._stands_in()):
+                if slot.version != version and (
+                    collector.is_old(position) or not self._stands_in()
+                ):
                     self._give_away(slot, ModifiedInPlace(position, slot.version, version))
                     continue
             if give_away:
                 self._give_away(slot, x)
             else:
                 slot.value = x
-        if len(tensors) != len(slots) or found.ended_elsewhere or self.values is not None:
-            self._check_whole(found, checks)
+        if len(tensors) != len(slots) or collector.ended_elsewhere or self.values is not None:
+            self._check_whole(collector, checks)
 
-    def _check_whole(self, found: Collected, checks: bool) -> None:
+    def _check_whole(self, collector: Collector, checks: bool) -> None:
         """Raise if a replay saved more than the forward, or less, or something else."""
-        slots, tensors = self.saved.slots, found.tensors
+        slots, tensors = self.saved.slots, collector.tensors
         if len(tensors) > len(slots) and not self.running:
             raise self._explain(len(slots), None)
-        if found.ended_elsewhere and checks:
+        if collector.ended_elsewhere and checks:
             raise self._explain(len(tensors) - 1, tensors[-1])
         for position in range(len(tensors), len(slots)):
             if slots[position]() is not None:
                 raise mismatch.fewer_saved(self, len(tensors), position)
         if self.values is None:
             return
-        drifts = self.values.check(self, found)
+        drifts = self.values.check(self, collector)
         for drift in drifts:
             slot = slots[drift.position]()
             if slot is not None:
@@ -313,7 +318,7 @@ class RecomputeRegion(Region):
 
     def _stands_in(self) -> bool:
         """True if replays run on copies of buffers: their versions begin anew."""
-        return self.start.modules is not None and self.start.modules.has_stand_ins()
+        return self.snapshot.modules is not None and self.snapshot.modules.has_stand_ins()
 
     def _give_away(self, slot: Slot, value: "Tensor | ModifiedInPlace | Drifted") -> None:
         if self._given_away is None:
@@ -322,7 +327,7 @@ class RecomputeRegion(Region):
 
     def _explain(self, position: int, seen: Tensor | None) -> CheckpointError:
         """The error of a replay that went another way: replay once more, to see where."""
-        again = Collected(self, closely=True)
+        again = Collector(self, closely=True)
         try:
             with suppress(Exception):
                 replay(self, again)

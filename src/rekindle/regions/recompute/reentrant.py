@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rekindle import observation
 from rekindle.errors import RekindleError
-from rekindle.regions.base import Running, current, is_replaying, runs_region
+from rekindle.regions.base import RunningRegion, current, is_replaying, runs_region
 from rekindle.regions.recompute import ambient, rng_state
 from rekindle.regions.recompute.forward_snapshot import ForwardSnapshot
 from rekindle.regions.recompute.inputs import Inputs
@@ -58,18 +58,18 @@ class CheckpointFunction(torch.autograd.Function):
         others = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
         inputs = Inputs(run_function, others, {}, None, keep_graphs=True)
         inputs.devices |= {tensor.device for tensor in tensors if not tensor.is_cpu}
-        start = ForwardSnapshot(inputs, run_function, args, {}, preserve_rng_state)
-        ctx.start = start
+        snapshot = ForwardSnapshot(inputs, run_function, args, {}, preserve_rng_state)
+        ctx.snapshot = snapshot
         ctx.count = len(args)
         ctx.positions = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         ctx.save_for_backward(*tensors)
         if observation.active and not is_replaying():
             observation.Watch(run_function).ran(tensors)
         try:
-            with nullcontext() if start.sees_all_generators else DrawWatch(start):
+            with nullcontext() if snapshot.sees_all_generators else DrawWatch(snapshot):
                 return without_grad(run_function, *args)
         finally:
-            start.close(hooked=False)
+            snapshot.close(hooked=False)
 
     @staticmethod
     @not_compiled
@@ -105,34 +105,34 @@ def _tensor_or(tensor: Tensor | None, other: Any) -> Any:
 
 @runs_region
 def _run_again(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    start: ForwardSnapshot = ctx.start
+    snapshot: ForwardSnapshot = ctx.snapshot
     before = TorchState()
-    modules = None if start.modules is None else start.modules.now()
-    random_now = None if start.rng is None else rng_state.now(start.rng)
+    modules = None if snapshot.modules is None else snapshot.modules.now()
+    random_now = None if snapshot.rng is None else rng_state.now(snapshot.rng)
 
     def put_back() -> None:
-        if start.modules is not None and modules is not None:
-            start.modules.put_back(modules)
+        if snapshot.modules is not None and modules is not None:
+            snapshot.modules.put_back(modules)
         before.put_back()
         if random_now is not None:
             rng_state.restore(random_now)
 
     try:
-        current.set(Running(None, current.get(), is_replay=True))
+        current.set(RunningRegion(None, current.get(), is_replay=True))
         set_grad_enabled(True)
-        if start.rng is not None:
-            rng_state.restore(start.rng)
-        if start.modules is not None:
-            start.modules.enter()
-        ambient.enter(start.ambient)
+        if snapshot.rng is not None:
+            rng_state.restore(snapshot.rng)
+        if snapshot.modules is not None:
+            snapshot.modules.enter()
+        ambient.enter(snapshot.ambient)
         watched = observation.Watch(ctx.run_function).replay if observation.active else nullcontext
         with watched():
-            function, args, kwargs = start.inputs.again()
+            function, args, kwargs = snapshot.inputs.again()
             bound = len(args) - len(inputs)  # what a partial brings with it
             given = map(_tensor_or, inputs, args[bound:])
             outputs = function(*args[:bound], *given, **kwargs)
         put_back()
-    except BaseException:  # Note [Put back as often as asked]
+    except BaseException:  # Note [Put back as often as asked] in torch_state.py
         put_back()
         raise
     return outputs if isinstance(outputs, tuple) else (outputs,)

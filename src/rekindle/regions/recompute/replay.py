@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rekindle import observation
-from rekindle.regions.base import Running, current, runs_region
+from rekindle.regions.base import RunningRegion, current, runs_region
 from rekindle.regions.errors import mismatch
 from rekindle.regions.recompute import ambient, rng_state
-from rekindle.regions.recompute.collect import Collected, collect
+from rekindle.regions.recompute.collect import Collector, collect
 from rekindle.regions.recompute.early_stop import Stop, StopForHooks
 from rekindle.regions.recompute.forward_snapshot import ForwardSnapshot
 from rekindle.regions.recompute.module_state import ModuleState
@@ -32,64 +32,60 @@ _NOTHING = nullcontext()
 
 
 @runs_region
-def replay(region: "RecomputeRegion", found: Collected) -> None:
-    """Run the function of a region again as in its forward, and put what it saves in `found`."""
-    start = region.start
-    changed = start.inputs.changed()
+def replay(region: "RecomputeRegion", collector: Collector) -> None:
+    """Run the function of a region again as in its forward, and collect what it saves."""
+    snapshot = region.snapshot
+    changed = snapshot.inputs.changed()
     if changed is not None:
         raise mismatch.argument_changed(region, changed)
-    hook = _hook(region, found)
+    hook = _hook(region, collector)
     surroundings = _surroundings(region)
     outer, hooks, grad = current.get(), top_hooks(False), grad_enabled()
-    rng = None if start.rng is None else rng_state.now(start.rng)
+    rng = None if snapshot.rng is None else rng_state.now(snapshot.rng)
     try:
         try:
-            current.set(Running(region, outer, is_replay=True))
-            if start.rng is not None:
-                rng_state.restore(start.rng)
+            current.set(RunningRegion(region, outer, is_replay=True))
+            if snapshot.rng is not None:
+                rng_state.restore(snapshot.rng)
             set_grad_enabled(True)
             if surroundings is None:
-                function, args, kwargs = start.inputs.again()
-                push_hooks(hook, found.saved)
+                function, args, kwargs = snapshot.inputs.again()
+                push_hooks(hook, collector.saved)
                 function(*args, **kwargs)
             else:
                 surroundings.enter()
-                with surroundings.outside_inference_mode(), surroundings.counted(region, found):
+                with surroundings.outside_inference_mode(), surroundings.counted(region, collector):
                     set_grad_enabled(True)
-                    function, args, kwargs = start.inputs.again()
-                    push_hooks(hook, found.saved)
+                    function, args, kwargs = snapshot.inputs.again()
+                    push_hooks(hook, collector.saved)
                     with surroundings.context_of(region), surroundings.traced(region):
                         function(*args, **kwargs)
         except (Stop, StopForHooks):
             pass
         except Exception:  # the region swallowed the stop, and fell over something of its own
-            if not found.stopped:
+            if not collector.stopped:
                 raise
         pop_hooks()
-        _put_back(start, surroundings, outer, grad, rng)
-        if found.stopped and start.modules is not None:
-            start.modules.restore_buffers()
-    except BaseException:  # Note [Put back as often as asked]
+        _put_back(snapshot, surroundings, outer, grad, rng)
+        if collector.stopped and snapshot.modules is not None:
+            snapshot.modules.restore_buffers()
+    except BaseException:  # Note [Put back as often as asked] in torch_state.py
         pop_hooks_to(hooks)
-        _put_back(start, surroundings, outer, grad, rng)
-        if start.modules is not None:
-            start.modules.restore_buffers()
+        _put_back(snapshot, surroundings, outer, grad, rng)
+        if snapshot.modules is not None:
+            snapshot.modules.restore_buffers()
         raise
 
 
-REPLAY = replay.__code__
-"""The code that runs a region again: an early stop ends here."""
-
-
 def _put_back(
-    start: ForwardSnapshot,
+    snapshot: ForwardSnapshot,
     surroundings: "_Surroundings | None",
-    outer: Running | None,
+    outer: RunningRegion | None,
     grad: bool,
     rng: rng_state.RngState | None,
 ) -> None:
     """Undo what a replay changed; does no harm when it is done twice."""
-    start.inputs.take_off_hooks()
+    snapshot.inputs.take_off_hooks()
     if surroundings is not None:
         surroundings.put_back()
     current.set(outer)
@@ -98,28 +94,28 @@ def _put_back(
         rng_state.restore(rng)
 
 
-def _hook(region: "RecomputeRegion", found: Collected) -> Callable[[Tensor], Any]:
+def _hook(region: "RecomputeRegion", collector: Collector) -> Callable[[Tensor], Any]:
     """The saved-tensor hook of a replay: where it stops, and whether it is checked."""
     saved = region.saved
     needed = saved.needed()
-    stop = not region.traces and (
+    stop = not region.has_inner_graphs and (
         region.running or (region.options.early_stop and saved.stopping_pays(needed))
     )
-    if not (stop or _is_checked(region, found)):
-        found.unchecked = True
-        return found.tensors.append
-    hook = collect(found, needed, saved.sites, stop)
+    if not (stop or _is_checked(region, collector)):
+        collector.checked = False
+        return collector.tensors.append
+    hook = collect(collector, needed, saved.sites, stop)
     next(hook)
-    return found.outside_traces(hook.send) if region.traces else hook.send
+    return collector.outside_traces(hook.send) if region.has_inner_graphs else hook.send
 
 
-def _is_checked(region: "RecomputeRegion", found: Collected) -> bool:
+def _is_checked(region: "RecomputeRegion", collector: Collector) -> bool:
     """True if a replay that runs to its end is to look at every save."""
-    modules = region.start.modules
+    modules = region.snapshot.modules
     return (
-        region.checked
-        or region.traces
-        or found.where is not None
+        region.must_check
+        or region.has_inner_graphs
+        or collector.replay_sites is not None
         or region.options.determinism_check == "none"  # nothing would tell of an exchange
         or (modules is not None and modules.exchanges_data())
         or region.saved.any_dead()  # used up by a backward inside, or by another
@@ -128,14 +124,14 @@ def _is_checked(region: "RecomputeRegion", found: Collected) -> bool:
 
 def _surroundings(region: "RecomputeRegion") -> "_Surroundings | None":
     """The state to change around a replay; None if all is as in forward and nobody looks on."""
-    start = region.start
-    modules = start.modules
+    snapshot = region.snapshot
+    modules = snapshot.modules
     if modules is not None and modules.is_as_before():
         modules = None
-    same = not start.has_autocast and start.ambient == ambient.snapshot()
+    same = not snapshot.has_autocast and snapshot.ambient == ambient.snapshot()
     is_plain = same and not (
         region.contexts
-        or region.trace
+        or region.op_trace
         or observation.active
         or torch.is_inference_mode_enabled()
         or func_transform()
@@ -143,25 +139,25 @@ def _surroundings(region: "RecomputeRegion") -> "_Surroundings | None":
     )
     if is_plain and modules is None:
         return None
-    return _Surroundings(modules, None if is_plain else TorchState(), None if same else start)
+    return _Surroundings(modules, None if is_plain else TorchState(), None if same else snapshot)
 
 
 class _Surroundings:
     """State around a replay that is not as in its forward, and contexts that look on."""
 
-    __slots__ = ("_before", "_modules", "_modules_before", "_start")
+    __slots__ = ("_before", "_modules", "_modules_before", "_snapshot")
 
     def __init__(
         self,
         modules: ModuleState | None,
         before: TorchState | None,
-        start: ForwardSnapshot | None,
+        snapshot: ForwardSnapshot | None,
     ) -> None:
         self._modules = modules
         self._modules_before = None if modules is None else modules.now()
         self._before = before
         """State of torch to put back; None if only modules differ."""
-        self._start = start
+        self._snapshot = snapshot
         """The snapshot whose ambient state is to be entered; None if it is that of now."""
 
     def enter(self) -> None:
@@ -170,8 +166,8 @@ class _Surroundings:
             self._before.leave_transforms()
         if self._modules is not None:
             self._modules.enter()
-        if self._start is not None:
-            ambient.enter(self._start.ambient)
+        if self._snapshot is not None:
+            ambient.enter(self._snapshot.ambient)
 
     def put_back(self) -> None:
         """Have everything as it was before `enter`."""
@@ -183,11 +179,13 @@ class _Surroundings:
     def outside_inference_mode(self) -> AbstractContextManager[Any]:
         return _NOTHING if self._before is None else outside_inference_mode()
 
-    def counted(self, region: "RecomputeRegion", found: Collected) -> AbstractContextManager[Any]:
+    def counted(
+        self, region: "RecomputeRegion", collector: Collector
+    ) -> AbstractContextManager[Any]:
         """Counts what the replay runs, for those who observe."""
         if not observation.active:
             return _NOTHING
-        return observation.Watch(region.function).replay(lambda: found.detached)
+        return observation.Watch(region.function).replay(lambda: collector.detached)
 
     def context_of(self, region: "RecomputeRegion") -> AbstractContextManager[Any]:
         """The user's context for a replay.
@@ -204,4 +202,4 @@ class _Surroundings:
 
     def traced(self, region: "RecomputeRegion") -> AbstractContextManager[Any]:
         """Takes down the ops of the replay, with `debug=True`."""
-        return _NOTHING if region.trace is None else region.trace.replay()
+        return _NOTHING if region.op_trace is None else region.op_trace.replay()

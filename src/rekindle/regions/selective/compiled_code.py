@@ -143,8 +143,8 @@ class CompiledCodeRegion(RecomputeRegion):
 
     def note_trace(self, site: RawSite) -> None:
         """Note that autograd saves a tensor for an op that makes a graph of its own."""
-        if entered_mode(PROXY) is not self.tracer:
-            self.traces = True
+        if entered_mode(PROXY) is not self.proxy_mode:
+            self.has_inner_graphs = True
         else:
             self.pass_by(site)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rekindle.regions.base import current, region_code_ids
 from rekindle.regions.recompute.ambient import names
-from rekindle.regions.selective import graph_location as traced
+from rekindle.regions.selective import graph_location
 from rekindle.torch_private.autograd_graph import function_class
 from rekindle.torch_private.fx_nodes import runs_a_node
 from rekindle.torch_private.module_calls import MODULE_CALL
@@ -65,19 +65,19 @@ class SelectiveCheckpointContext(TorchSelectiveContext):
     @functools.cached_property
     def module_path(self) -> str:
         """The path of the module that runs, from the outermost that does, as in `layers.3.mlp`."""
-        return traced.module_path() if runs_a_node() else module_path()
+        return graph_location.module_path() if runs_a_node() else module_path()
 
     @functools.cached_property
     def path_in_region(self) -> str | None:
         """The path of the module that runs from the region's own module; None if it has none."""
         if self.region is None:
             return None
-        return traced.path_under(self.region) if runs_a_node() else path_in(self.region)
+        return graph_location.path_under(self.region) if runs_a_node() else path_in(self.region)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the functions that run, given by `rekindle.name`, the innermost last."""
-        return traced.names() if runs_a_node() else names.get()
+        return graph_location.names() if runs_a_node() else names.get()
 
     @property
     def nbytes(self) -> int:
@@ -180,7 +180,7 @@ def runs_one_of(functions: dict[CodeType, set[Any]]) -> bool:
     Several may share their code: then its first argument, the context, tells whose it is.
     """
     if runs_a_node():
-        return traced.runs_one_of(functions)
+        return graph_location.runs_one_of(functions)
     for frame in _stack():
         classes = functions.get(frame.f_code)
         if classes is not None:
@@ -198,7 +198,7 @@ def inside(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return traced.named_call(function, name, args, kwargs)
+            return graph_location.named_call(function, name, args, kwargs)
         before = names.get()
         try:
             names.set((*before, name))

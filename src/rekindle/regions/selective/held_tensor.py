@@ -10,7 +10,7 @@ from torch import Tensor
 from rekindle.errors import CheckpointError
 from rekindle.offload.saved_tensors import KeptTensor, OffloadedTensor
 from rekindle.regions.recompute import slots
-from rekindle.regions.recompute.collect import Collected
+from rekindle.regions.recompute.collect import Collector
 from rekindle.regions.selective.op_addresses import is_parameter
 from rekindle.torch_private.grad_mode import without_grad
 from rekindle.torch_private.version_counters import detached, version_of, with_versions
@@ -85,7 +85,7 @@ class HeldTensor:
         if isinstance(self._packed, RecordedSlot) or self._unpack is slots.unpack:
             return None
         replay = getattr(self._unpack, "__self__", None)
-        if isinstance(replay, Collected):
+        if isinstance(replay, Collector):
             if tensor is not None:
                 replay.copy_before_change(tensor, copy_of)
             return None

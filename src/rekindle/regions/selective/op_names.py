@@ -80,7 +80,9 @@ def code_of(function: Any) -> CodeType:
     """The code that runs when an `autograd.Function` does."""
     code = getattr(inspect.unwrap(function.forward), "__code__", None)
     if code is None:
-        raise TypeError(f"{function.__name__}.forward is no plain function: its ops are not told")
+        raise TypeError(
+            f"{function.__name__}.forward is no plain function: its ops cannot be told apart"
+        )
     return code  # type: ignore[no-any-return]
 
 

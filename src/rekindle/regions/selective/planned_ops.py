@@ -92,8 +92,8 @@ class PlannedOpsPolicy(Policy):
 
     def __repr__(self) -> str:
         parts = _parts(self.planned)
-        told = [f"{word} {', '.join(map(str, sorted(ops)))}" for word, ops in parts if ops]
-        return f"<{'; '.join([*told, 'recompute the rest'])}>"
+        texts = [f"{word} {', '.join(map(str, sorted(ops)))}" for word, ops in parts if ops]
+        return f"<{'; '.join([*texts, 'recompute the rest'])}>"
 
 
 def _no_longer_matches(block: str, expected: OpAddress, found: str) -> str:
@@ -124,8 +124,8 @@ class NumberedOpsPolicy(Policy):
 
     def __repr__(self) -> str:
         parts = _parts(self.planned)
-        told = [f"{word} ops {sorted(numbers)}" for word, numbers in parts if numbers]
-        return f"<{', '.join([*told, 'recompute the rest'])}>"
+        texts = [f"{word} ops {sorted(numbers)}" for word, numbers in parts if numbers]
+        return f"<{', '.join([*texts, 'recompute the rest'])}>"
 
 
 def _by_key(planned: PlannedOps | NumberedOps) -> dict[Any, Decision]:

@@ -8,7 +8,7 @@ from weakref import ref
 from torch import Tensor
 
 from rekindle.regions.base import is_replaying
-from rekindle.regions.recompute import rng_state as random_state
+from rekindle.regions.recompute import rng_state
 from rekindle.regions.selective import kernel_backends
 from rekindle.regions.selective.compiled_code import called_by_generated_code
 from rekindle.regions.selective.decisions import AS_PLANNED, Decision
@@ -36,7 +36,7 @@ from rekindle.torch_private.grad_mode import grad_enabled
 from rekindle.torch_private.op_types import schema_of
 
 if TYPE_CHECKING:
-    from rekindle.policies import Policy
+    from rekindle.regions.selective.policy_kinds import Policy
 
 _PURE, _VIEW, _METADATA, _CHANGES = OpKind.PURE, OpKind.VIEW, OpKind.METADATA, OpKind.CHANGES
 _KEEP, _RECOMPUTE = Decision.KEEP, Decision.RECOMPUTE
@@ -49,7 +49,7 @@ class _ThreadState(local):
     is_paused = False
     """True while ops of rekindle's own run, which are no region's."""
     is_saving = False
-    """True while such ops run for a tensor that autograd saves just now."""
+    """True while such ops run because autograd saves a tensor just now."""
 
     def __init__(self) -> None:
         self.recorders: list[OpRecorder] = []
@@ -71,7 +71,7 @@ def _unrecorded(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _unrecorded_for_save(is_saving: bool, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function unrecorded; with `is_saving`, autograd saves what it holds."""
+    """Call a function unrecorded; `is_saving`: autograd is saving the tensor that it is to hold."""
     was = _thread.is_saving
     try:
         _thread.is_saving = is_saving
@@ -118,7 +118,7 @@ class OpRecorder(TorchDispatchMode):
                 self._counter = PlannedOpCounter(policy.by_address, self._block)
         self._state = PolicyState(region)
         self._fake = entered_mode(FAKE)
-        self._tracer = entered_mode(PROXY)
+        self._proxy_mode = entered_mode(PROXY)
         self._used_tiers: set[Decision] = set()
         self._was_paused = _thread.is_paused
 
@@ -155,7 +155,7 @@ class OpRecorder(TorchDispatchMode):
 
     def is_inside_a_trace(self) -> bool:
         """Returns whether an op of the region runs others to make a graph: they are not its own."""
-        return entered_mode(FAKE) is not self._fake or entered_mode(PROXY) is not self._tracer
+        return entered_mode(FAKE) is not self._fake or entered_mode(PROXY) is not self._proxy_mode
 
     def hold_pending(self) -> None:
         """Hold what the last op made, if it is to be held."""
@@ -166,10 +166,10 @@ class OpRecorder(TorchDispatchMode):
         if self in _thread.recorders:
             self.table.set_value(tensor, value)
 
-    def saved(self, tensor: Tensor) -> RecordedValue:
+    def value_saved(self, tensor: Tensor) -> RecordedValue:
         """The value of a tensor that autograd saves."""
         table = self.table
-        # Else a region inside this one hands on what it holds, which was made, and saved, before.
+        # False if a region inside hands on a tensor that it holds, made and saved earlier.
         is_saved = _thread.is_saving or not _thread.is_paused
         value = table.find(tensor)
         if value is None:
@@ -206,12 +206,12 @@ class OpRecorder(TorchDispatchMode):
         decision = self._policy.decide_named(name, ctx)
         if decision is None or decision is _RECOMPUTE:
             return
-        self.table.hold_when_marked(tensor, value, name, self._hooks_for(decision))
+        self.table.hold_after_op(tensor, value, name, self._hooks_for(decision))
 
     def _hooks_for(self, decision: Decision) -> Hooks | None:
         """The hooks that are to hold a result: those around the region, if any, or a tier's.
 
-        What a replay saves is used at once, so there it is kept.
+        In a replay nothing goes to a tier: it is used at once.
         """
         is_kept = decision is _KEEP or decision is _RECOMPUTE
         if is_kept or self._hooks is not None or is_replaying() or is_capturing():
@@ -226,7 +226,7 @@ class OpRecorder(TorchDispatchMode):
         if (  # the last two are `is_inside_a_trace`, without the call
             thread.is_paused
             or entered_mode(FAKE) is not self._fake
-            or entered_mode(PROXY) is not self._tracer
+            or entered_mode(PROXY) is not self._proxy_mode
         ):
             return func(*args, **(kwargs or {}))
         traits = self._traits.get(id(func))
@@ -245,7 +245,7 @@ class OpRecorder(TorchDispatchMode):
         if kind is _PURE or kind is _VIEW:
             out = func(*args, **kwargs) if kwargs else func(*args)
         elif can_be_run_again(kind, args, kwargs):
-            rng = random_state.snapshot(()) if kind is OpKind.RANDOM else None
+            rng = rng_state.snapshot(()) if kind is OpKind.RANDOM else None
             out = func(*args, **(kwargs or {}))
         else:
             return self._run_once(func, kind, args, kwargs or {})
@@ -270,11 +270,11 @@ class OpRecorder(TorchDispatchMode):
         is_view = traits.kind is _VIEW
         tensors = (out,) if type(out) is Tensor else tensors_of(out)
         if is_view and table.has_unwritten and args and table.is_unwritten(args[0]):
-            table.mark_unwritten(tensors, traits.func)
+            table.add_unwritten(tensors, traits.func)
             return
         if decision is _KEEP and not is_view:  # how it was made is of no interest
             for tensor in tensors:
-                table.hold_when_marked(tensor, RecordedValue(None), traits.func, self._hooks)
+                table.hold_after_op(tensor, RecordedValue(None), traits.func, self._hooks)
             return
         inputs: list[RecordedValue] = []
         values = table.values_for(args, inputs)
@@ -295,10 +295,11 @@ class OpRecorder(TorchDispatchMode):
             value.from_parameters = from_parameters
             value.needs_replay = needs_replay
             op.outputs.append(ref(value))
+            # A nested tensor is always held: made again, its sizes would have other names.
             if decision is not _RECOMPUTE or (type(tensor) is not Tensor and tensor.is_nested):
                 hooks, at_once = self._hooks_for(decision), decision in _PLANNED
-                table.hold_when_marked(tensor, value, traits.func, hooks, at_once)
-            else:  # of a nested tensor that is made again, sizes would have other names
+                table.hold_after_op(tensor, value, traits.func, hooks, at_once)
+            else:
                 table.set_value(tensor, value)
 
     def _run_once(
@@ -317,7 +318,7 @@ class OpRecorder(TorchDispatchMode):
         if changed:
             _unrecorded(table.forget_changed, changed, keys)
         if kind is OpKind.UNWRITTEN or kind is OpKind.FILLED:
-            table.mark_unwritten(tensors_of(out), func)
+            table.add_unwritten(tensors_of(out), func)
         elif kind is not _CHANGES:
             for tensor in tensors_of(out):
                 _unrecorded(table.hold, tensor, RecordedValue(None), func)

@@ -130,7 +130,7 @@ class SelectiveRegion(Region):
                 return replayed
         elif saved_by_compiled_code(x, frame_at(1)):
             note_compiled_code(self.function, True)
-        value = recorder.saved(x)
+        value = recorder.value_saved(x)
         slot = SelectiveSlot(self, value)
         if self.watch is not None:
             footprint = observation.footprint_of(x)
@@ -215,7 +215,7 @@ class SelectiveRegion(Region):
         """Have what was made let go when nobody shares it any more, asked for once."""
         shared_by = replay_is_shared_by()
         if shared_by is None or self._emptied_after != shared_by:
-            self.empty_in_time()
+            self.empty_when_unshared()
             self._emptied_after = shared_by
 
     def release(self) -> None:

@@ -3,13 +3,17 @@
 Note [States of a tensor]. A tensor that the table knows is *unwritten*, or has a value. A value is
 
 - *recomputable*: its op makes it again (`RecordedValue.op`);
-- *pending*: to be held, once autograd has marked the tensor (`hold_pending`), or, if a tier is to
-  have it, at the end of the region, when it is known who needs it (`close`);
+- *pending*: to be held, once its op has ended (`hold_pending`), or, if a tier is to have it, at the
+  end of the region, when it is known who needs it (`close`);
 - *held*: `RecordedValue.held` has the tensor;
 - *replayed*: compiled code made it, and a replay of the region makes it again (`needs_replay`).
 
 Tensors are known by their identity, and as long as they have the memory they had: what an op
 changes in place, or exchanges, gets another value, and what was held of it is copied before.
+
+Note [When an op has ended]. The recorder runs below autograd, which sets `requires_grad` and
+`grad_fn` of a result only after the dispatcher has returned. Hooks that get a result before that
+see a leaf, and may treat it as one. So a result is held when the next op begins.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,7 +39,8 @@ _NO_TENSORS = frozenset(
 """Types of most arguments that are no tensors: `isinstance` takes five times as long to tell."""
 
 _Entry: TypeAlias = tuple["ref[Tensor]", RecordedValue | None, Any]
-"""A tensor, its value, and its address; if unwritten, no value, and the op that made the tensor."""
+"""A tensor, its value, and the address of its memory; of an unwritten tensor: the tensor, None, and
+the op that made it. A plain tuple: one is made for every tensor of a region."""
 
 
 class _Pending:
@@ -82,7 +87,7 @@ class TensorTable:
         self._holdings: dict[int, list[tuple[ref[RecordedValue], ref[Tensor]]]] = {}
         """Values that are held or pending, by storage: copied before the storage changes."""
         self.pending: list[_Pending] = []
-        """Results of the last op that are to be held: autograd has not marked them yet."""
+        """Results of the last op that are to be held: Note [When an op has ended]."""
         self._pending_at_end: list[_PendingAtEnd] = []
         self.just_saved: set[RecordedValue] = set()
         """Values that autograd saved since the last op: Note [What an op saves before it runs]."""
@@ -114,7 +119,8 @@ class TensorTable:
             value.needs_replay = True
             self.set_value(tensor, value)
         elif self.is_unwritten(tensor):
-            self.hold(tensor, value, self._entries[id(tensor)][2])
+            _, _, made_by = self._entries[id(tensor)]
+            self.hold(tensor, value, made_by)
         elif _may_be_a_buffer(tensor):
             value.hold(HeldTensor(copy_of(tensor), None, self._hooks))
             self.set_value(tensor, value)
@@ -175,7 +181,7 @@ class TensorTable:
             return found[1].from_parameters
         return is_parameter(tensor)
 
-    def mark_unwritten(self, tensors: Iterable[Tensor], made_by: Any) -> None:
+    def add_unwritten(self, tensors: Iterable[Tensor], made_by: Any) -> None:
         """Enter memory that an op made to be filled, or views of such memory.
 
         Note [When unwritten memory is held]. Hooks around the region may copy what they are given,
@@ -194,7 +200,7 @@ class TensorTable:
         return found is not None and found[1] is None and found[0]() is tensor
 
     def hold(self, tensor: Tensor, value: RecordedValue, made_by: Any) -> None:
-        """Hold a tensor that autograd has marked; the model holds a parameter anyway.
+        """Hold a tensor whose op has ended; the model holds a parameter anyway.
 
         Any other goes through the hooks, leaf or not: in the replay of a region around, whose
         arguments came back from hooks, they are leaves that were none in its forward, and that
@@ -204,7 +210,7 @@ class TensorTable:
         value.hold(HeldTensor(tensor, made_by, None if value.from_parameters else self._hooks))
         self._enter_holding(tensor, value)
 
-    def hold_when_marked(
+    def hold_after_op(
         self,
         tensor: Tensor,
         value: RecordedValue,
@@ -212,7 +218,10 @@ class TensorTable:
         hooks: Hooks | None,
         at_once: bool = False,
     ) -> None:
-        """Have a tensor held that an op has just made; `at_once`, whether or not it is needed."""
+        """Hold a result of the op that runs now when that op has ended.
+
+        `at_once`: a tier gets it then, and not at the region's end, needed or not.
+        """
         self.pending.append(_Pending(tensor, value, made_by, hooks, at_once))
         self._enter_holding(tensor, value)
 
@@ -225,7 +234,7 @@ class TensorTable:
             self._entries_limit = 2 * len(self._entries) + _MANY_ENTRIES
 
     def hold_pending(self) -> None:
-        """Hold the results of the last op that are to be held: by now autograd has marked them."""
+        """Hold the results of the last op that are to be held: Note [When an op has ended]."""
         pending, self.pending = self.pending, []
         for each in pending:
             # The hooks around the region are perhaps those of a region that counts.
@@ -269,7 +278,7 @@ class TensorTable:
 
         Note [What an op saves before it runs]. Autograd saves an op's arguments just before the op.
         One that the op then changes is either a result that it fills (`rrelu`'s noise), or a
-        mistake that the version counter tells of: both want the tensor itself, and no copy. What a
+        mistake that the version counter reports: both want the tensor itself, and no copy. What a
         region hands on to the one around it at other times was there before, and is copied.
         """
         keys = {_storage(tensor) for tensor in tensors}
@@ -308,8 +317,12 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-_PLAIN = frozenset([Tensor, nn.Parameter, FakeTensor])
-_OF_SEVERAL, _UNKNOWN = 0, 1
+_ONE_STORAGE = frozenset([Tensor, nn.Parameter, FakeTensor])
+"""Types of tensors that, if strided and not nested, have one storage which can be asked for."""
+_OF_SEVERAL = 0
+"""The key of tensors that consist of several tensors: any tensor may be a part of one."""
+_UNKNOWN = 1
+"""The key of subclasses, whose storage is not known."""
 
 
 def _storage(tensor: Tensor) -> int:
@@ -318,7 +331,7 @@ def _storage(tensor: Tensor) -> int:
     Of those made of several tensors (sparse, nested), and of subclasses, nobody knows: any may
     share memory with any.
     """
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in _ONE_STORAGE:
         is_one = tensor.layout is torch.strided and not tensor.is_nested
         return _UNKNOWN if is_one else _OF_SEVERAL
     if tensor.layout is not torch.strided or tensor.is_nested:
