@@ -76,7 +76,7 @@ def test_bytes_counted_on_the_device_are_those_that_are_there() -> None:
         def look(self) -> int:
             here = super().look()
             step = trainer.offloader._step
-            if step is not None and not trainer.offloader.died:
+            if step is not None and not trainer.offloader.dead:
                 counted.append((step.device_bytes, here))
             return here
 
@@ -89,7 +89,7 @@ def test_bytes_counted_on_the_device_are_those_that_are_there() -> None:
 def test_nothing_is_here_or_away_when_all_is_over() -> None:
     trainer = Trainer(quota=1.0)
     trainer.steps(3, TEN)
-    trainer.offloader._settle()
+    trainer.offloader._process_finished()
     assert (trainer.tier.look(), trainer.tier.away) == (0, 0)
     assert trainer.offloader._step is not None
     assert trainer.offloader._step.device_bytes == 0

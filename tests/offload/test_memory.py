@@ -210,10 +210,10 @@ def test_the_count_of_bytes_that_are_here_is_exact_step_after_step(spill: Spill)
     for _ in range(5):
         loss = spill.forward(x)
         spill.settle()
-        spill.offloader._settle()
+        spill.offloader._process_finished()
         assert spill.step.device_bytes == bytes_here(spill) == 2 * PAGE
         loss.backward()
-        spill.offloader._settle()
+        spill.offloader._process_finished()
         assert spill.step.device_bytes == 0
 
 
@@ -315,7 +315,7 @@ def test_steps_that_nobody_finishes_leave_no_objects_behind(spill: Spill) -> Non
         loss = spill.forward(x)
         spill.settle()
         del loss
-        spill.offloader._settle()
+        spill.offloader._process_finished()
         found.append(count(*KINDS))
     assert found[3:] == [found[3]] * 27
 
@@ -331,7 +331,7 @@ def test_steps_that_fail_leave_no_objects_behind(spill: Spill) -> None:
     for _ in range(30):
         failing(forward)
         spill.settle()
-        spill.offloader._settle()
+        spill.offloader._process_finished()
         found.append(count(*KINDS))
     assert found[3:] == [found[3]] * 27
 

@@ -44,7 +44,7 @@ def test_a_graph_that_is_thrown_away_is_not_learnt_from() -> None:
 def test_a_graph_that_is_thrown_away_leaves_nothing_behind() -> None:
     trainer = Trainer(quota=1.0)
     trainer.step(TEN, goes_backward=False)
-    trainer.offloader._settle()
+    trainer.offloader._process_finished()
     assert (trainer.tier.look(), trainer.tier.away) == (0, 0)
 
 
@@ -61,7 +61,7 @@ def test_a_backward_that_fails_leaves_nothing_behind() -> None:
     trainer.steps(3, TEN)
     with pytest.raises(ZeroDivisionError):
         trainer.step(TEN, fails_at=(5,))
-    trainer.offloader._settle()
+    trainer.offloader._process_finished()
     assert (trainer.tier.look(), trainer.tier.away) == (0, 0)
 
 
@@ -95,7 +95,7 @@ def test_what_is_let_go_behind_a_slower_copy_is_counted_right() -> None:
     trainer = Trainer(quota=1.0, out=1.0, back=100.0, on_device=False)
     trainer.steps(3, TEN)
     trainer.tier.work(1000.0)
-    trainer.offloader._settle()
+    trainer.offloader._process_finished()
     assert trainer.offloader._step is not None
     assert trainer.offloader._step.device_bytes == 0
 
@@ -124,10 +124,10 @@ def test_what_overtakes_a_slower_copy_out_is_counted_right() -> None:
     assert step is not None
     trainer.offloader.load(trainer.activation(1))
     trainer.tier.hurry(0)
-    trainer.offloader._settle()
+    trainer.offloader._process_finished()
     assert step.device_bytes == trainer.tier.look()
     del out
-    trainer.offloader._settle()
+    trainer.offloader._process_finished()
     assert step.device_bytes == trainer.tier.look() == 0
 
 

@@ -4,15 +4,15 @@ The unit that moves is the storage, once, however many saved tensors show parts 
 them as views of it again.
 
 Note [What a copy stands for]. Plain autograd holds the storage itself: a saved tensor is what its
-part of the storage holds in backward, and its version counter tells whether anybody wrote there. A
+part of the storage holds in backward, and its version counter shows whether anybody wrote there. A
 copy that was begun at some moment has the bytes of that moment, so it stands for a tensor that is
 saved later only if nothing wrote to that tensor in between. The activation therefore remembers the
-owner of each counter that it was told of, and the version: Note [Who shares a version counter]. A
+owner of each counter of its saved tensors, and the version: Note [Who shares a version counter]. A
 tensor with a known owner at the known version is in the copy as it is now. Any other may have been
 written to since: the bytes are taken from the storage once more, and copied again. That is right
-for what was saved before, too: those tensors either have not changed, or their own counters tell.
-Where parts of one storage are written and saved one after the other, each step that is known waits
-for the last of them, and copies once.
+for what was saved before, too: those tensors either have not changed, or their own counters show
+it. Where parts of one storage are written and saved one after the other, each step that is known
+waits for the last of them, and copies once.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ class Activation(MovableBytes):
         storage: torch.UntypedStorage,
         exclusive: bool = False,
     ) -> None:
-        super().__init__(bytes_of(storage, x.device))
+        super().__init__(as_bytes(storage, x.device))
         self.offloader = offloader
         self.is_counted = False
         """True if its bytes are in the step's `device_bytes`."""
@@ -93,7 +93,7 @@ class Activation(MovableBytes):
 
     def reread(self, storage: torch.UntypedStorage) -> None:
         """Discard the copy, and take the newer bytes from the storage."""
-        self.overwrite(bytes_of(storage, self.offloader.device))
+        self.overwrite(as_bytes(storage, self.offloader.device))
         self.count(on_device=True)
 
     def evict(self) -> None:
@@ -124,9 +124,9 @@ class Activation(MovableBytes):
             return data
         storage = self.storage_held_elsewhere()
         if storage is not None:
-            return bytes_of(storage, self.offloader.device)
+            return as_bytes(storage, self.offloader.device)
         made = None if self.derivation is None else self.derivation.without_waiting()
-        return None if made is None else bytes_of(made.untyped_storage(), self.offloader.device)
+        return None if made is None else as_bytes(made.untyped_storage(), self.offloader.device)
 
     def storage_held_elsewhere(self) -> torch.UntypedStorage | None:
         """Returns the storage if somebody else kept it all along, bytes and all; else None."""
@@ -137,13 +137,13 @@ class Activation(MovableBytes):
         if not hasattr(self, "step"):  # it was interrupted before it was begun
             return
         try:
-            self.offloader.died.append((self.step, self.nbytes if self.is_counted else 0))
+            self.offloader.dead.append((self.step, self.nbytes if self.is_counted else 0))
         finally:
             if self.copy is not None:
                 self.copy.close()
 
 
-def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+def as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     """Returns a storage as a tensor of bytes."""
     whole = torch.empty(0, dtype=torch.uint8, device=device)
     return whole.set_(storage, 0, (storage.nbytes(),), (1,))

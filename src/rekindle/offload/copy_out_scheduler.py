@@ -2,14 +2,15 @@
 
 Every copy-out begins in `CopyOutScheduler._begin`, and one of these leads there:
 
-- `schedule`, right after an activation was saved. In a known step (`step.schedule` says what moves)
-  it begins at once; in an unknown step when enough was saved after it, within the quota.
+- `schedule`, right after an activation was saved. A known step repeats one that was learnt; it has
+  a schedule, and the copy-outs of what that moves begin at once. In an unknown step a copy-out
+  begins when enough was saved after it, within the quota.
 - `schedule_owner_unknown`, for a tensor that no op of autograd made: at the next save, at the end
   of a `with` block, or when backward begins. Note [Whose tensor is it].
 
-Memory is released in the device's order of work: `limit_device_bytes` has the device wait for the
-oldest copies whenever more would be on it than the schedule allows. So the peak does not depend on
-how far Python runs ahead of the device.
+Memory is released in the order of the device's stream: `limit_device_bytes` has the device wait for
+the oldest copies whenever more would be on it than the schedule allows. So the peak does not depend
+on how far Python runs ahead of the device.
 """
 
 from threading import get_ident
@@ -39,7 +40,7 @@ class CopyOutScheduler:
         self.queue = CopyOutQueue(tier, strategy, traffic)
 
     def schedule(self, step: StepActivations, activation: Activation, op: OpPosition) -> None:
-        """Begin the copy-out of an activation that `op` just saved, or note it for later."""
+        """Begin the copy-out of what was just saved if it is due; then limit the device's bytes."""
         step.match_known(self._learned.known)
         if step.is_measured:
             step.record.note_saved(activation.index, self._tier)
@@ -47,7 +48,7 @@ class CopyOutScheduler:
             if activation.owner_unknown:
                 step.owner_unknown.append((ref(activation), op))
             else:
-                for ready in step.line_up(activation):
+                for ready in step.add_recent(activation):
                     self._begin_within_quota(step, ready)
         elif activation.index in step.schedule.moved and step.is_complete(activation):
             if activation.owner_unknown:
@@ -59,10 +60,11 @@ class CopyOutScheduler:
     def schedule_owner_unknown(
         self, step: StepActivations, running: OpPosition | None = None
     ) -> None:
-        """Begin the copy-outs of tensors that turned out to be nobody else's.
+        """Begin copy-outs that waited for their owner.
 
-        Those that the op `running` saved wait: it may still write to them. Without `running` this
-        is the last look in this forward.
+        In a known step all of them, in an unknown one those held by us alone. Those that the op
+        `running` saved wait: it may still write to them. Without `running` this is the last call
+        of this forward.
         """
         later = []
         for weak, op in step.owner_unknown:
@@ -74,7 +76,7 @@ class CopyOutScheduler:
             elif step.schedule is not None:
                 self._begin(activation)
             elif activation.is_held_by_us_alone():
-                ready = [activation] if running is None else step.line_up(activation)
+                ready = [activation] if running is None else step.add_recent(activation)
                 for leaving in ready:
                     self._begin_within_quota(step, leaving)
             elif running is None:
@@ -84,16 +86,19 @@ class CopyOutScheduler:
         step.owner_unknown = later
 
     def _begin_within_quota(self, step: StepActivations, activation: Activation) -> None:
-        """In an unknown step: begin a copy-out if the quota of what was offered allows it."""
+        """In an unknown step: begin a copy-out if the quota allows it.
+
+        The quota is a share (`float`) of the bytes that were offered so far, or bytes (`int`).
+        """
         quota = self._learned.usual_quota
         step.offered_bytes += activation.nbytes
         limit = round(quota * step.offered_bytes) if isinstance(quota, float) else quota
-        if step.sent_bytes + activation.nbytes <= limit:
+        if step.copied_bytes + activation.nbytes <= limit:
             self._begin(activation)
 
     def _begin(self, activation: Activation) -> None:
         if self.queue.begin(activation):
-            activation.step.sent_bytes += activation.nbytes
+            activation.step.copied_bytes += activation.nbytes
             self._traffic.add(tensors_out=1, bytes_out=activation.nbytes)
 
     def limit_device_bytes(self, step: StepActivations) -> None:

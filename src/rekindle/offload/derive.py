@@ -3,9 +3,9 @@
 The output of an elementwise op is often saved by the op after it, while the op itself has saved all
 of its inputs: `silu(gate) * up` is, and so is a norm's product with its weight. To make such an
 activation again takes the device a hundredth of the time in which a link could carry it. So it is
-neither kept nor copied out: autograd's own node tells which op made it, and from what.
+neither kept nor copied out: autograd's own node shows which op made it, and from what.
 
-Note [When a node tells the whole truth]. A tensor at version 0 is what the op behind its `grad_fn`
+Note [When a node can be trusted]. A tensor at version 0 is what the op behind its `grad_fn`
 made: whoever changes a tensor in place either becomes its `grad_fn` or moves its version. The ops
 below make the same bits whenever they run on the same bits in the same layout. Only `.data` goes
 behind autograd's back; so the first time that a step is seen, each of these is made at once and
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rekindle.errors import RekindleError
-from rekindle.offload.activation import bytes_of
+from rekindle.offload.activation import as_bytes
 from rekindle.offload.saved_tensors import SavedTensor
 from rekindle.torch_private.autocast import any_autocast
 from rekindle.torch_private.autograd_graph import saved_by
@@ -77,7 +77,7 @@ class Derivation:
             made = self.without_waiting()
             if made is None:
                 return False
-            again = bytes_of(made.untyped_storage(), made.device)
+            again = as_bytes(made.untyped_storage(), made.device)
             pieces = zip(data.split(_PIECE), again.split(_PIECE), strict=True)
             return all(torch.equal(one, other) for one, other in pieces)
         except torch.OutOfMemoryError:
@@ -141,7 +141,7 @@ def derivation_of(
     """
     made = x if x._base is None else x._base
     node = made.grad_fn
-    # Note [When a node tells the whole truth]
+    # Note [When a node can be trusted]
     if node is None or version_of(made) != 0 or node.name() not in _OPS:
         return None
     if made.numel() * made.element_size() != storage.nbytes():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rekindle.offload.activation import Activation, bytes_of
+from rekindle.offload.activation import Activation, as_bytes
 from rekindle.offload.copy_out_scheduler import CopyOutScheduler
 from rekindle.offload.derive import Derivation, derivation_of, is_made_by_its_node
 from rekindle.offload.learned_steps import LearnedSteps
@@ -45,8 +45,8 @@ class DeviceOffloader:
     ) -> None:
         self.device = device
         self.tier = tier
-        self.died: deque[tuple[StepActivations, int]] = deque()
-        """Activations that died, each with its bytes on the device; `_settle` subtracts them."""
+        self.dead: deque[tuple[StepActivations, int]] = deque()
+        """Steps of activations that died, with the bytes that `_process_finished` subtracts."""
         self._derives = strategy.derive
         self._lock = RLock()
         self._step: StepActivations | None = None
@@ -60,11 +60,14 @@ class DeviceOffloader:
         self._backwards: dict[int, _Backward] = {}
 
     def save(self, x: Tensor, exclusive: bool = False) -> OffloadedTensor:
-        """Take a tensor that autograd saves. `exclusive`: nobody else holds it, or is going to."""
+        """Take a tensor that autograd saves.
+
+        `exclusive`: no one but autograd holds it, now or later.
+        """
         op = _current_op()
         with self._lock, below_modes():
             try:
-                self._settle()
+                self._process_finished()
                 step = self._open_step()
                 if step.owner_unknown:
                     self._copy_outs.schedule_owner_unknown(step, running=op)
@@ -90,8 +93,8 @@ class DeviceOffloader:
                 raise
 
     def _load(self, step: StepActivations, activation: Activation) -> Tensor:
-        self._settle()
-        self._note_backward(step, activation)
+        self._process_finished()
+        self._register_backward(step, activation)
         if activation.derivation is None:
             step.record.note_used(activation.index, self.tier if step.is_measured else None)
             step.note_use(activation.index)
@@ -105,10 +108,12 @@ class DeviceOffloader:
         if storage is not None:
             if activation.derivation is None:
                 step.record.stays.add(activation.index)
-            return bytes_of(storage, self.device)
+            return as_bytes(storage, self.device)
         if activation.derivation is not None:
-            made = activation.derivation.make("derive=False keeps or sends that one instead.")
-            data = bytes_of(made.untyped_storage(), self.device)
+            made = activation.derivation.make(
+                "derive=False keeps that one, or copies it out, instead."
+            )
+            data = as_bytes(made.untyped_storage(), self.device)
         else:
             data = self._prefetcher.bring_back(step, activation)
         returned_on = self.tier.current_stream()
@@ -127,7 +132,7 @@ class DeviceOffloader:
                 self._step = None
 
     def pause(self, failed: bool) -> None:
-        """Note that a `with` block, or a region, ends."""
+        """End a `with` block or a region: begin the copy-outs that waited for their owner."""
         with self._lock, below_modes():
             try:
                 self._pause(failed)
@@ -136,11 +141,11 @@ class DeviceOffloader:
                 raise
 
     def _pause(self, failed: bool) -> None:
-        if failed:  # release what was sent; an error is being raised already
+        if failed:  # release what was copied out; an error is being raised already
             if self.tier.waits_on_device:
                 self._copy_outs.end_all(None)
             return
-        self._settle()
+        self._process_finished()
         step = self._step
         if step is None or step.backward_started:
             return
@@ -148,13 +153,13 @@ class DeviceOffloader:
         if self.tier.waits_on_device and step.schedule is None:
             self._copy_outs.end_all(step)
 
-    def begin_backward(self) -> None:
-        """Note that backward begins, which may use an activation of this device only later."""
+    def on_backward_begin(self) -> None:
+        """Begin the last copy-outs: backward begins, though it may use an activation only later."""
         with self._lock, below_modes():
-            self._settle()
+            self._process_finished()
             step = self._step
             if step is not None and step.sizes and not step.backward_started:
-                self._start_backward(step)
+                self._begin_backward_of(step)
 
     def end_backward(self, task: int, steps: "set[StepActivations]") -> None:
         """Evict what came back in a backward that has ended; the copies stay."""
@@ -172,17 +177,17 @@ class DeviceOffloader:
     def trim(self) -> None:
         """Give back the memory, or the disk, that no activation uses."""
         with self._lock:
-            self._settle()
+            self._process_finished()
             self.tier.trim()
 
-    def _settle(self) -> None:
-        """Act on copy-outs that ended and activations that died since the last call."""
+    def _process_finished(self) -> None:
+        """Process the copy-outs that ended, and the activations that died, since the last call."""
         self._copy_outs.queue.end_finished()
-        while self.died:
-            step, nbytes = self.died[0]
+        while self.dead:
+            step, nbytes = self.dead[0]
             step.alive -= 1
             step.device_bytes -= nbytes
-            self.died.popleft()
+            self.dead.popleft()
 
     def _open_step(self) -> StepActivations:
         """Returns the step that is being saved, or begins one: Note [What a step is]."""
@@ -229,7 +234,7 @@ class DeviceOffloader:
         step.writes[activation.index] = activation.writes
         if activation.copy is not None:
             activation.reread(storage)
-            step.sent_bytes -= activation.nbytes
+            step.copied_bytes -= activation.nbytes
             step.offered_bytes -= activation.nbytes
         elif step.schedule is None:
             return  # it leaves when enough was saved after it, or stays
@@ -247,9 +252,9 @@ class DeviceOffloader:
     def _is_trusted(
         self, step: StepActivations, derivation: Derivation, activation: Activation
     ) -> bool:
-        """True if the bits will be the same: Note [When a node tells the whole truth]."""
-        key = step.derivable, derivation.name, activation.nbytes
-        step.derivable += 1
+        """True if the bits will be the same: Note [When a node can be trusted]."""
+        key = step.derivable_count, derivation.name, activation.nbytes
+        step.derivable_count += 1
         assert activation.data is not None, "it was just saved"
         if step.profile is not None:
             is_trusted = key in step.profile.derived
@@ -259,10 +264,10 @@ class DeviceOffloader:
             step.derived_keys.add(key)
         return is_trusted
 
-    def _note_backward(self, step: StepActivations, activation: Activation) -> None:
-        """Note that a backward uses a step: its first use, or by another backward than before."""
+    def _register_backward(self, step: StepActivations, activation: Activation) -> None:
+        """Register the backward that runs now with a step that it uses, if it is not yet."""
         if not step.backward_started:
-            self._start_backward(step)
+            self._begin_backward_of(step)
         task = graph_task_id()
         if task == -1:
             return
@@ -273,15 +278,16 @@ class DeviceOffloader:
             self._backwards[task] = backward
         if step not in backward.steps:
             backward.steps.add(step)
-            step.restart_backward(activation.index)
+            step.rewind_to(activation.index)
 
-    def _start_backward(self, step: StepActivations) -> None:
+    def _begin_backward_of(self, step: StepActivations) -> None:
+        """Begin the last copy-outs of a step and fix its schedule: a backward uses it."""
         self._copy_outs.schedule_owner_unknown(step)
         if self.tier.waits_on_device:
             self._copy_outs.end_all(self._step)
         if step.is_measured:
             step.grew_memory = self.tier.growth() != step.tier_growth
-        step.start_backward(self._learned.known)
+        step.fix_schedule(self._learned.known)
 
 
 class _Backward:

@@ -38,7 +38,10 @@ class LearnedSteps:
 
     @property
     def usual_quota(self) -> float:
-        """The quota for a step that is not known: the user's, or the share that was free last."""
+        """The quota for an unknown step: the user's, or the share that was free last.
+
+        A share is a `float`, bytes are an `int`.
+        """
         usual = self._share if self._quota is None else self._quota
         return 1.0 if usual is None else usual
 
@@ -70,7 +73,7 @@ class LearnedSteps:
     def _learn_repeat(self, known: StepProfile, step: StepActivations) -> StepProfile:
         if known.is_checked:
             return known.with_staying(step.record.stays)
-        if not step.tells_times_of(known):
+        if not step.has_times_of(known):
             self._trials = _TRIALS  # it comes again, so it is worth measuring
             return known.with_staying(step.record.stays)
         self._trials = _TRIALS

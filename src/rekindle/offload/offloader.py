@@ -61,14 +61,14 @@ class Offloader:
         return KeptTensor(x)
 
     def pause(self, failed: bool) -> None:
-        """Note that a `with` block, or a region, ends."""
+        """End a `with` block or a region: begin the copy-outs that waited for their owner."""
         for offloader in self._all():
             offloader.pause(failed)
 
-    def begin_backward(self) -> None:
-        """Note that backward begins, which may use an activation only later."""
+    def on_backward_begin(self) -> None:
+        """Finish copy-outs: backward begins, though it may use an activation only later."""
         for offloader in self._all():
-            offloader.begin_backward()
+            offloader.on_backward_begin()
 
     def trim(self) -> None:
         """Give back the memory, or the disk, that no activation uses."""

@@ -1,4 +1,4 @@
-"""The states of an activation: on the device, leaving, away, returning, and back with a copy.
+"""The states of an activation: on the device, leaving, away, returning, and returned.
 
     ON_DEVICE ──begin_copy_out──▶ LEAVING ──end_copy_out──▶ AWAY ──begin_return──▶ RETURNING
         ▲ ▲                          │                      ▲  ▲                      │   │
@@ -6,12 +6,13 @@
         │                                                   └──────evict── RETURNED ◀─arrive
         └──────overwrite── (any state that has a copy)
 
-A derived activation has no copy: `derive` takes it from ON_DEVICE to AWAY at once, and `arrive`
-from AWAY to RETURNED when one op has made its bytes again.
+`evict` leaves an activation that is AWAY as it is. A derived activation has no copy: `derive` takes
+it from ON_DEVICE to AWAY at once, and `arrive` from AWAY to RETURNED when one op has made its bytes
+again.
 
-`MovableBytes` holds the state and is the only code that changes it. Everything else asks for
-`residency`. Threads of a tier call `end_copy_out`; all other transitions are made under the lock of
-the device's offloader.
+`MovableBytes` holds the state and is the only code that changes it; other code reads `residency`,
+`data` and `copy`. A tier's thread, or the offloader, calls `end_copy_out`; all other transitions
+are made under the lock of the device's offloader.
 """
 
 from enum import Enum
@@ -32,7 +33,7 @@ class Residency(Enum):
     LEAVING = "on the device, while a copy-out runs"
     AWAY = "in a copy only; or nowhere, if they are derived"
     RETURNING = "in a copy, while they are copied back"
-    RETURNED = "on the device, and in the copy that they came from"
+    RETURNED = "on the device again; the copy, if there is one, stays"
 
     __hash__ = object.__hash__  # by identity, in C: an enum's own hash is Python code
 
@@ -60,8 +61,8 @@ _BEGIN_RETURN = TRANSITIONS["begin_return"]
 _ARRIVE = TRANSITIONS["arrive"]
 _EVICT = TRANSITIONS["evict"]
 
-_deciding = Lock()
-"""A lock for the moment in which a copy-out ends, perhaps by a tier's thread, or is cancelled."""
+_end_or_cancel = Lock()
+"""A lock: a copy-out either ends, perhaps on a tier's thread, or is cancelled."""
 
 
 class MovableBytes:
@@ -93,8 +94,8 @@ class MovableBytes:
         return self.copy_outs
 
     def end_copy_out(self, number: int) -> None:
-        """Release the device's bytes: the copy-out of this number is done. Else do nothing."""
-        with _deciding:
+        """Release the device's bytes if the copy-out of this number was not cancelled."""
+        with _end_or_cancel:
             after = _END_COPY_OUT.get(self.residency)
             if after is not None and number == self.copy_outs:
                 self.residency = after
@@ -102,7 +103,7 @@ class MovableBytes:
 
     def keep_on_device(self) -> bool:
         """Cancel the copy-out, if one runs. Returns False if the bytes have left already."""
-        with _deciding:
+        with _end_or_cancel:
             after = _KEEP_ON_DEVICE.get(self.residency)
             if after is None:
                 return False
@@ -115,7 +116,7 @@ class MovableBytes:
 
     def overwrite(self, data: "Tensor") -> None:
         """Replace the bytes and discard their copy: the storage was written to since."""
-        with _deciding:
+        with _end_or_cancel:
             after = _OVERWRITE[self.residency]
             copy = self.copy
             self.data = data

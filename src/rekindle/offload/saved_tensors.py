@@ -71,7 +71,7 @@ class OffloadedTensor:
     def get(self) -> Tensor:
         if not self.is_unchanged():
             found = self.versions._version
-            raise changed_in_place(self.shape, self.dtype, self.version, found, self.origin)
+            raise written_since_saved(self.shape, self.dtype, self.version, found, self.origin)
         return self._view_of(self.activation.offloader.load(self.activation))
 
     def is_unchanged(self) -> bool:
@@ -110,7 +110,7 @@ class KeptTensor:
     def get(self) -> Tensor:
         if not self.is_unchanged():
             x = self.tensor
-            raise changed_in_place(x.shape, x.dtype, self.version, x._version)
+            raise written_since_saved(x.shape, x.dtype, self.version, x._version)
         return self.tensor
 
     def is_unchanged(self) -> bool:
@@ -134,7 +134,7 @@ def unpack(saved: SavedTensor) -> Tensor:
     return saved.get()
 
 
-def changed_in_place(
+def written_since_saved(
     shape: torch.Size, dtype: torch.dtype, expected: int, found: int, origin: str | None = None
 ) -> RekindleError:
     """Returns the error that autograd raises itself for a saved tensor without hooks."""

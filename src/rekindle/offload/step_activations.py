@@ -39,10 +39,10 @@ class StepActivations:
         """Activations that can be copied out, by their index."""
         self.derived: list[ref[Activation]] = []
         """Activations that are derived from other saved tensors. They have no index."""
-        self.derivable = 0
+        self.derivable_count = 0
         """Number of activations that one op could make, going by their nodes."""
         self.derived_keys: set[DerivableKey] = set()
-        """Those of them that are derived."""
+        """Keys of those of them that are derived."""
         self.by_storage: dict[int, ref[Activation]] = {}
         self.writes: dict[int, int] = {}
         """By index: how often an activation may have been written to between two saves."""
@@ -52,7 +52,7 @@ class StepActivations:
         """Number of activations that are not dead, derived ones included."""
         self.device_bytes = 0
         """Bytes of its activations on the device."""
-        self.offered_bytes = self.sent_bytes = 0
+        self.offered_bytes = self.copied_bytes = 0
         """In an unknown step: bytes that could be copied out so far, and that were."""
         self._recent: deque[tuple[ref[Activation], int]] = deque()
         """In an unknown step: those saved last, with their sizes; backward may want them first."""
@@ -78,7 +78,7 @@ class StepActivations:
         """True if it went as a known step, to the end."""
         return self.profile is not None and len(self.sizes) == len(self.profile.sizes)
 
-    def tells_times_of(self, known: StepProfile) -> bool:
+    def has_times_of(self, known: StepProfile) -> bool:
         """True if the times of this step are those of the known step, undisturbed."""
         is_whole = len(self.record.uses) >= len(known.order)
         return self.is_measured and is_whole and not self.grew_memory
@@ -114,8 +114,8 @@ class StepActivations:
         self.profile = next((k for k in known if k.sizes[: len(sizes)] == sizes), None)
         self.schedule = self.profile.schedule if self.profile else None
 
-    def line_up(self, activation: "Activation") -> "list[Activation]":
-        """Returns those that may leave now, in an unknown step: enough was saved after them.
+    def add_recent(self, activation: "Activation") -> "list[Activation]":
+        """Add to the recent activations; returns those that may leave, as enough was saved since.
 
         Any activation of an unknown step may be among the last, which are not to leave at all.
         """
@@ -130,8 +130,8 @@ class StepActivations:
                 ready.append(first)
         return ready
 
-    def start_backward(self, known: list[StepProfile]) -> None:
-        """Fix the order of uses, and the schedule if the step is not a known one."""
+    def fix_schedule(self, known: list[StepProfile]) -> None:
+        """Fix the order of uses as backward begins, and the schedule if the step is not known."""
         self._recent.clear()
         was_expected = self.is_as_known
         if not was_expected:  # it may have been taken for a longer one
@@ -149,7 +149,7 @@ class StepActivations:
         self._position_of = {index: position for position, index in enumerate(order)}
         self.backward_started = True
 
-    def restart_backward(self, index: int) -> None:
+    def rewind_to(self, index: int) -> None:
         """Go back to the position of an activation with which another backward begins."""
         self._position = min(self._position, self._position_of.get(index, 0) - 1)
 

@@ -35,7 +35,7 @@ from rekindle.planner.ranks.rank_sync import has_other_ranks
 from rekindle.planner.trace.block_calls import without_graph
 from rekindle.planner.training_step import ModelCall
 from rekindle.regions.base import is_replaying
-from rekindle.regions.selective.offload_bridge import begin_backward
+from rekindle.regions.selective.offload_bridge import end_planned_copy_outs
 from rekindle.sizes import format_bytes
 from rekindle.strategy import Recompute, Strategy
 from rekindle.torch_private.autograd_graph import has_accumulation_hooks
@@ -194,7 +194,7 @@ def _finish_copy_outs_before_backward(
         return
     for leaf in tree_leaves(out):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(lambda _: begin_backward(offloaders))
+            leaf.register_hook(lambda _: end_planned_copy_outs(offloaders))
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> Applied:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle import observation
-from rekindle.offload.activation import bytes_of
+from rekindle.offload.activation import as_bytes
 from rekindle.offload.context import keep_on_device
 from rekindle.offload.derive import Derivation, derivation_of
 from rekindle.offload.owners import OffloaderSet
-from rekindle.offload.saved_tensors import KeptTensor, OffloadedTensor, changed_in_place, unpack
+from rekindle.offload.saved_tensors import KeptTensor, OffloadedTensor, unpack, written_since_saved
 from rekindle.regions.backward_cleanup import empty_when_backward_ends
 from rekindle.regions.base import Region, is_replaying
 from rekindle.regions.selective.decisions import AS_PLANNED
@@ -156,12 +156,12 @@ class SavedIndicesRegion(Region):
         return dropped
 
     def _gives(self, derivation: Derivation, x: Tensor, index: int) -> bool:
-        """True if the result has the same bits: Note [When a node tells the whole truth]."""
+        """True if the result has the same bits: Note [When a node can be trusted]."""
         if isinstance(x, FakeTensor):
             return True
         bits_match = self._engine.bits_match
         if index not in bits_match:
-            bits_match[index] = derivation.gives(bytes_of(x.untyped_storage(), x.device))
+            bits_match[index] = derivation.gives(as_bytes(x.untyped_storage(), x.device))
         return bits_match[index]
 
 
@@ -244,7 +244,7 @@ class _DroppedTensor:
         if not self.is_unchanged():
             assert self._counter is not None, "else nobody would know"
             dtype, found = self._dropped.derivation.dtype, self._counter._version
-            raise changed_in_place(self._shape, dtype, self.version, found)
+            raise written_since_saved(self._shape, dtype, self.version, found)
         return self._view_of(self._dropped.get())
 
     def without_waiting(self) -> Tensor | None:

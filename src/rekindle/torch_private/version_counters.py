@@ -16,7 +16,7 @@ Every place that reasons by version counter, and what makes it right:
 - `regions.saved_indices` asks whether a result that is made again stands for another tensor that is
   saved: by `VersionMark` as well.
 - `offload.derive` takes version 0 of a tensor that fills its storage for the result of the op
-  behind its `grad_fn`. Note [When a node tells the whole truth].
+  behind its `grad_fn`. Note [When a node can be trusted].
 - `Saved`, `Kept`, `HeldTensor`, `Inputs`, `_CachedTensor`, `_DroppedTensor` and the slots of a
   replay ask of one tensor whether *it* was changed: each looks at the counter of that tensor, or of
   an alias that shares it (`detached`, `version_alias`). Chunks do not overlap, so a write to one of

@@ -3,11 +3,11 @@
 The same steps ask for the same sizes in the same order, and first fit then gives the same places:
 a stretch that was long enough for one step is long enough for all of them.
 
-Note [Room belongs to an object]. Whoever takes room gets a lease, and the room is taken for as long
-as that object lives; so it comes back also if Ctrl-C strikes before anybody has noted that it was
-taken. That a lease died is noted without running any Python: a weak reference appends itself to a
-list. And the arena goes from one state to the next by plain assignments, between which nothing can
-strike.
+Note [Room belongs to an object]. Whoever takes room gets a lease, and the room is in use for as
+long as that object lives; so it comes back also if Ctrl-C strikes before the caller has stored the
+lease. The death of a lease is recorded without running any Python: a weak reference appends itself
+to a list. And the arena goes from one state to the next by plain assignments, between which nothing
+can strike.
 """
 
 from bisect import bisect_left

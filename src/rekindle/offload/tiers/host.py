@@ -1,14 +1,14 @@
 """The host tier: copies on streams of their own, ordered by events; no thread waits.
 
-Note [Who waits for whom]. Work on the device is ordered by its stream, not by when Python asked
-for it, so every hand-over is an event. A copy out waits for the stream on which the activation was
+Note [Who waits for whom]. Work on the device is ordered by its stream, not by when Python asked for
+it, so every hand-over is an event. A copy out waits for the stream on which the activation was
 saved. That stream waits for the copy before the activation is let go: from then on the allocator
 may give its memory to the next kernel of that stream. If the memory belongs to another stream, the
-allocator is told of the one it was used on (`record_stream`, which does nothing in the usual case)
-and waits for that. A copy in goes to memory of the stream that asks for it, waits for that stream
-(an earlier kernel may still use the memory) and for the copy out; and whoever uses it, or lets go
-of it, waits for the copy, or for the stream that did. Every wait is for work that was issued
-before: no deadlock is possible.
+allocator gets to know the one it was used on (`record_stream`, which does nothing in the usual
+case) and waits for that. A copy in goes to memory of the stream that asks for it, waits for that
+stream (an earlier kernel may still use the memory) and for the copy out; and whoever uses it, or
+lets go of it, waits for the copy, or for the stream that did. Every wait is for work that was
+issued before: no deadlock is possible.
 """
 
 import torch

@@ -18,7 +18,7 @@ from rekindle.torch_private.version_counters import with_versions
 
 
 @cache
-def strategy_of(decision: Decision) -> Offload:
+def offload_for(decision: Decision) -> Offload:
     """Returns the strategy that carries out a decision."""
     if decision is Decision.OFFLOAD_FREELY:
         return Offload(derive=False)
@@ -32,7 +32,7 @@ _PLANNED = frozenset(AS_PLANNED.values())
 def offloader_of(decision: Decision, owner: OffloaderSet | None = None) -> Offloader:
     """Returns the offloader that carries out a decision for an owner; else for the current one."""
     owner = current_owner() if owner is None else owner
-    return owner.find(decision, strategy_of(decision), decision not in _PLANNED)
+    return owner.find(decision, offload_for(decision), decision not in _PLANNED)
 
 
 def hooks_of(decision: Decision) -> Hooks:
@@ -47,14 +47,14 @@ def copy_out(decision: Decision, x: Tensor) -> OffloadedTensor | KeptTensor:
     return saved
 
 
-def begin_backward(owner: OffloaderSet) -> None:
+def end_planned_copy_outs(owner: OffloaderSet) -> None:
     """End the copy-outs of a plan, in eager and in compiled code: its model's backward begins."""
     for offloader in (*owner, *process_owner):
         if not offloader.limit_in_flight:
-            offloader.begin_backward()
+            offloader.on_backward_begin()
 
 
 def pause(decisions: Iterable[Decision], failed: bool) -> None:
-    """Note that a region which made these decisions ends."""
+    """Begin the copy-outs that waited for the end of a region which made these decisions."""
     for decision in decisions:
         offloader_of(decision).pause(failed)
