@@ -92,6 +92,7 @@ class Offload(Strategy):
     """
 
     tier: TierName = "host"
+    """The place that saved tensors are copied to."""
     quota: int | float | None = None
     """Bytes (`int`), a share of what can be moved (`float`), or None: as much as costs no time."""
     min_bytes: int | None = None
@@ -100,12 +101,16 @@ class Offload(Strategy):
     The word `"offload"` leaves it open, `rekindle.offload()` says 1 MiB.
     """
     max_host_bytes: int | None = None
+    """Bytes of pinned host memory per device, at most. None: a tenth of the memory stays free."""
     directory: str | None = None
+    """The folder of the file for `tier="disk"`. None: the system's for temporary files."""
     on_full: OnFull = "keep"
+    """An activation that the tier has no room for is kept on the device, or raises an error."""
     derive: bool = True
+    """True if activations that one op makes again from other saved tensors are not copied."""
 
     def _key(self) -> tuple[Any, ...]:
-        """The fields, with a quota of 1 byte told from a share of 1.0; offloaders go by it."""
+        """The fields, and the type of the quota: 1 byte differs from a share of 1.0."""
         return (
             self.tier,
             self.quota,
@@ -134,7 +139,10 @@ class Offload(Strategy):
 
 @dataclass(frozen=True, repr=False)
 class Tile(Strategy):
-    """The region runs in chunks of tokens, each by the strategy `inner`. Nothing runs it yet."""
+    """The region runs in chunks of tokens, each by the strategy `inner`.
+
+    Nothing runs it yet: `modules/nested_strategies.py` refuses it.
+    """
 
     chunks: int
     inner: Strategy = Recompute()
@@ -142,12 +150,16 @@ class Tile(Strategy):
 
 @dataclass(frozen=True, order=True)
 class OpAddress:
-    """The place of an op in its block."""
+    """The place of an op in its block.
+
+    `index` and `count` leave out views and results that depend on parameters alone: Note [Numbers
+    that no cast can shift] in regions/selective/op_addresses.py.
+    """
 
     module: str
     """The path of the innermost module that runs it, from the block; empty for the block itself."""
     op: str
-    """The op's name with its overload, such as `aten::addmm`."""
+    """The op's name with its overload, such as `aten::addmm` or `aten::add.Tensor`."""
     index: int
     """Number of ops of this name that ran before it in the block."""
     count: int
@@ -181,7 +193,7 @@ class PlannedOps:
 
 @dataclass(frozen=True)
 class NumberedOps:
-    """As `PlannedOps`, by the number of each op in its region: in plan files of version 4."""
+    """As `PlannedOps`, by number: where ops have no address, and in old plan files."""
 
     kept: tuple[int, ...] = ()
     offloaded: tuple[int, ...] = ()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rekindle
 from rekindle import observation, policies
-from rekindle.modules.forward import put
+from rekindle.modules.forward import install_forward
 from rekindle.offload.offloader import living_offloaders
 from rekindle.offload.owners import owner_of
 from rekindle.offload.tiers.workers import workers
@@ -73,7 +73,7 @@ _spill: dict[str, Any] = {"tier": "disk", "quota": 1.0, "min_bytes": 1}
 
 def _saves(model: nn.Module) -> None:
     for block in model.blocks:  # type: ignore[union-attr]
-        put(block, SavedIndices((0, 2, 4, 6), (1, 3, 5, 7), "disk"), owner_of(model))
+        install_forward(block, SavedIndices((0, 2, 4, 6), (1, 3, 5, 7), "disk"), owner_of(model))
 
 
 def _offloaded_blocks(model: nn.Module) -> None:

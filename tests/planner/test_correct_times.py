@@ -11,7 +11,7 @@ import rekindle
 from rekindle._api import planning
 from rekindle.planner.instruments.timing import DeviceClock
 from rekindle.planner.measure.correct_times import correct_times
-from rekindle.planner.profile_model import bench_for
+from rekindle.planner.profile_model import measuring_device
 from rekindle.planner.types import BlockProfile, Candidate, Profile
 from rekindle.strategy import Keep, Recompute
 from tests.toys import Stack
@@ -81,8 +81,8 @@ def test_no_candidate_is_predicted_to_be_faster_than_no_plan_whatever_the_clock_
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
-    bench = replace(bench_for(cpu), clock=_Moody(cpu, seed))
-    monkeypatch.setattr(planning, "bench_for", lambda *_: bench)
+    bench = replace(measuring_device(cpu), clock=_Moody(cpu, seed))
+    monkeypatch.setattr(planning, "measuring_device", lambda *_: bench)
     profile = rekindle.profile(Stack(3, 16), torch.randn(32, 16))
     count = len(profile.order)
     keep = [option for option in profile.blocks[0].candidates if option.strategy == Keep()]

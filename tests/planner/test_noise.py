@@ -11,7 +11,7 @@ import rekindle
 from rekindle._api import planning
 from rekindle.planner.candidates import undominated
 from rekindle.planner.instruments.timing import DeviceClock
-from rekindle.planner.profile_model import bench_for
+from rekindle.planner.profile_model import measuring_device
 from rekindle.planner.types import Candidate
 from rekindle.strategy import (
     Keep,
@@ -157,8 +157,8 @@ def measured(seed: int, monkeypatch: pytest.MonkeyPatch) -> rekindle.Profile:
     torch.manual_seed(0)
     model, batch = Stack(3, 16), torch.randn(32, 16)
     cpu = torch.device("cpu")
-    bench = replace(bench_for(cpu), clock=_NoisyClock(cpu, seed))
-    monkeypatch.setattr(planning, "bench_for", lambda *_: bench)
+    bench = replace(measuring_device(cpu), clock=_NoisyClock(cpu, seed))
+    monkeypatch.setattr(planning, "measuring_device", lambda *_: bench)
     return rekindle.profile(model, batch)
 
 

@@ -263,16 +263,16 @@ def test_a_module_whose_forward_cannot_be_replaced_leaves_the_others_as_they_wer
 ) -> None:
     model = Stack(3)
     rekindle.apply(model, "recompute")
-    put = apply_strategies.put
+    install_forward = apply_strategies.install_forward
 
     def until_the_last(module: nn.Module, *given: Any) -> None:
         if module is model.blocks[2]:
             raise RuntimeError("no")
-        put(module, *given)
+        install_forward(module, *given)
 
     def apply() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(apply_strategies, "put", until_the_last)
+            patch.setattr(apply_strategies, "install_forward", until_the_last)
             rekindle.apply(model, rekindle.policies.keep_matmuls)
 
     assert_unchanged_by(model, RuntimeError, apply)

@@ -16,7 +16,7 @@ from rekindle.offload.owners import owner_of
 from rekindle.planner import fit
 from rekindle.planner.measure.link import link_bandwidth
 from rekindle.planner.plan_for_budget import plan_by
-from rekindle.planner.profile_model import Bench, bench_for
+from rekindle.planner.profile_model import MeasuringDevice, measuring_device
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import BlockProfile
 from rekindle.regions.selective.decisions import Decision
@@ -132,11 +132,11 @@ def test_larger_inputs_are_planned_with_disk_too(
         rekindle.fit(model, batch, "90%", spill=True)
     asked = []
 
-    def bench(device: torch.device, spill: bool) -> Bench:
+    def bench(device: torch.device, spill: bool) -> MeasuringDevice:
         asked.append(spill)
-        return bench_for(device, spill)
+        return measuring_device(device, spill)
 
-    monkeypatch.setattr(fit, "bench_for", bench)
+    monkeypatch.setattr(fit, "measuring_device", bench)
     model(torch.randn(128, 32)).sum().backward()
     assert asked == [True]
     rekindle.remove(model)

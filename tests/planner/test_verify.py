@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rekindle
 from rekindle.offload.device_offloader import DeviceOffloader
 from rekindle.planner import plan_for_budget, verified_plan
-from rekindle.planner.gradient_fingerprints import FingerprintCollector, Fingerprints
+from rekindle.planner.gradient_fingerprints import FingerprintCollector, GradientFingerprints
 from rekindle.planner.timeline import simulate
 from rekindle.planner.verify import BIT_FOR_BIT, reference_for
 from rekindle.strategy import Keep, Recompute
@@ -275,7 +275,7 @@ def test_with_little_room_the_reference_keeps_a_block_of_each_kind() -> None:
     assert [path for path, strategy in strategies.items() if strategy == Keep()] == ["0", "3"]
 
 
-def fingerprints(gradients: dict[str, Tensor | None]) -> Fingerprints:
+def fingerprints(gradients: dict[str, Tensor | None]) -> GradientFingerprints:
     collector = FingerprintCollector()
     for key, gradient in gradients.items():
         if gradient is not None:

@@ -105,8 +105,8 @@ def test_a_profile_is_calibrated_where_host_and_device_work_at_once(
 ) -> None:
     monkeypatch.setattr(
         planning,
-        "bench_for",
-        lambda device, _: replace(profile_model.bench_for(device), host_runs_ahead=True),
+        "measuring_device",
+        lambda device, _: replace(profile_model.measuring_device(device), host_runs_ahead=True),
     )
     timed: list[float] = []
     monkeypatch.setattr(

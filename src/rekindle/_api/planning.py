@@ -31,7 +31,7 @@ from rekindle.planner.plan_for_budget import (
     solved,
     with_nearby,
 )
-from rekindle.planner.profile_model import bench_for, profile_model
+from rekindle.planner.profile_model import measuring_device, profile_model
 from rekindle.planner.progress import Progress, count_progress, report_progress, show_progress
 from rekindle.planner.ranks.rank_sync import (
     all_gather,
@@ -123,8 +123,8 @@ def _profile(
         if on_meta:
             found = fake_profile(model, batch, optimizer, like, given)
         else:
-            bench = bench_for(compute_device(model), spill)
-            found = profile_model(model, batch, optimizer, bench, given)
+            measured_on = measuring_device(compute_device(model), spill)
+            found = profile_model(model, batch, optimizer, measured_on, given)
     if found.loss == "none":
         warn_without_loss(found.batch)
     return found

@@ -49,7 +49,7 @@ def _add_copy(graph: Any, placeholder: Any) -> Any:
 def _rename(graph: Any, placeholder: Any, copy: Any) -> None:
     """Give a backward graph the copy in the place of the input."""
     with graph.inserting_after(placeholder):
-        taken = graph.placeholder(copy.name)
-    taken.meta["val"] = copy.meta["val"]
-    placeholder.replace_all_uses_with(taken)
+        new_input = graph.placeholder(copy.name)
+    new_input.meta["val"] = copy.meta["val"]
+    placeholder.replace_all_uses_with(new_input)
     graph.erase_node(placeholder)

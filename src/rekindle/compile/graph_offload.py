@@ -146,12 +146,12 @@ def _add_fetch(graph: Any, placeholder: Any, ticket: Any) -> None:
     """Give a backward graph a ticket for a tensor, and fetch the tensor before its first use."""
     val = placeholder.meta["val"]
     with graph.inserting_after(placeholder):
-        taken = graph.placeholder(ticket.name)
-    taken.meta["val"] = ticket.meta["val"]
+        ticket_input = graph.placeholder(ticket.name)
+    ticket_input.meta["val"] = ticket.meta["val"]
     users = set(placeholder.users)
     first = next(node for node in graph.nodes if node in users)
     with graph.inserting_before(first):
-        given = (taken, list(val.shape), list(val.stride()), val.dtype, val.device)
+        given = (ticket_input, list(val.shape), list(val.stride()), val.dtype, val.device)
         fetched = graph.call_function(torch.ops.rekindle.fetch.default, given)
     fetched.meta["val"] = val
     placeholder.replace_all_uses_with(fetched)

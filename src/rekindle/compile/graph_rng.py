@@ -17,14 +17,14 @@ runs_op_by_op = called_while_tracing(traces_for_eager_backend)
 """Asked by Dynamo, as a constant: true if the graph is for the backend `"eager"`."""
 
 
-def with_rng(context_fn: Callable[[], Any]) -> tuple["_Forward", "_Replay"]:
+def with_rng(context_fn: Callable[[], Any]) -> tuple["_ForwardContext", "_ReplayContext"]:
     """A region's contexts, with a replay that draws the random numbers of the forward."""
     forward, replay = context_fn()
-    first = _Forward(forward)
-    return first, _Replay(replay, first)
+    first = _ForwardContext(forward)
+    return first, _ReplayContext(replay, first)
 
 
-class _Forward:
+class _ForwardContext:
     """The context of a forward, which also takes the random state."""
 
     def __init__(self, inner: AbstractContextManager[Any]) -> None:
@@ -41,10 +41,10 @@ class _Forward:
         return self._inner.__exit__(*error)  # type: ignore[arg-type]
 
 
-class _Replay:
+class _ReplayContext:
     """The context of a replay, which draws from the forward's random state."""
 
-    def __init__(self, inner: AbstractContextManager[Any], forward: _Forward) -> None:
+    def __init__(self, inner: AbstractContextManager[Any], forward: _ForwardContext) -> None:
         self._inner = inner
         self._forward = forward
         self._before: list[torch.Tensor] = []

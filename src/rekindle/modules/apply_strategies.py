@@ -17,7 +17,12 @@ from rekindle.module_attachment import (
 from rekindle.modules import patterns
 from rekindle.modules.applied import Applied, Entry
 from rekindle.modules.blocks import blocks_of
-from rekindle.modules.forward import forward_of, put, snapshot, take_away
+from rekindle.modules.forward import (
+    forward_of,
+    install_forward,
+    snapshot_forward,
+    uninstall_forward,
+)
 from rekindle.modules.nested_strategies import strategies_to_run
 from rekindle.modules.strategy_spelling import Spelling, strategy_of
 from rekindle.modules.wrappers import ActivationWrapper
@@ -48,7 +53,7 @@ def apply_strategies(
     run = strategies_to_run({path: strategy for path, (_, strategy) in wanted.items()})
     with _all_or_nothing(model):
         for module, strategy in {id(modules[p]): (modules[p], run[p]) for p in run}.values():
-            put(module, strategy, owned)
+            install_forward(module, strategy, owned)
         if attach is not None:
             attach()
     _forget_unused_offloaders(model, owned)
@@ -74,12 +79,12 @@ def _forget_unused_offloaders(model: nn.Module, owned: OffloaderSet) -> None:
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
     """Take away the strategies of a model; if the body raises, they are put back."""
     modules = list(model.modules())
-    forwards = [snapshot(module) for module in modules]
+    forwards = [snapshot_forward(module) for module in modules]
     hooks = snapshot_hooks(model)
     suspended = suspend(model)
     try:
         for module in modules:
-            take_away(module)
+            uninstall_forward(module)
         yield
     except BaseException:
         for module, was in zip(modules, forwards, strict=True):
@@ -104,7 +109,7 @@ def remove_strategies(model: nn.Module) -> None:
 def undo(model: nn.Module) -> None:
     """Undo `apply_strategies`; host memory and disk stay set aside, to be used again soon."""
     for module in model.modules():
-        take_away(module)
+        uninstall_forward(module)
         detach(module)
 
 

@@ -19,17 +19,17 @@ from torch import nn
 
 from rekindle.compile.checkpoint_call import checkpoint
 from rekindle.errors import RekindleError
-from rekindle.modules.strategy_engines import offload_context, policy_of
+from rekindle.modules.strategy_engines import offload_context, runnable_policy
 from rekindle.offload.context import Offload as OffloadContext
 from rekindle.offload.context import keep_on_device
 from rekindle.offload.owners import OffloaderSet, run_for_owner
 from rekindle.regions.base import run_under_hooks
 from rekindle.regions.saved_indices import SavedIndicesEngine
-from rekindle.regions.selective import graph_location as traced
+from rekindle.regions.selective import graph_location
 from rekindle.strategy import Offload, Recompute, SavedIndices, Selective, Strategy
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_begins
 
-_WHY = (
+_WHY_GRAPH_BREAKS = (
     "a module whose activations are offloaded begins a graph of its own: rekindle.offload works on "
     "what a graph saves. policies.offload(...) works inside a graph"
 )
@@ -48,15 +48,15 @@ class Forward:
         self,
         module: nn.Module,
         strategy: Strategy | None,
-        own: Callable[..., Any] | None = None,
+        instance_forward: Callable[..., Any] | None = None,
         offloaders: OffloaderSet | None = None,
     ) -> None:
         self._module = ref(module)  # weakly: a model should go without the garbage collector
-        self.own = own
+        self.instance_forward = instance_forward
         """The forward in the module's `__dict__` before, which hides that of its class."""
         self.offloaders = OffloaderSet() if offloaders is None else offloaders
         """The offloaders of the model that the strategy was applied to."""
-        traced.managed_forwards[id(module)] = self
+        graph_location.managed_forwards[id(module)] = self
         self.is_on = True
         """Turned off by `remove`, also where somebody has wrapped it since."""
         self.run_by(strategy)
@@ -65,7 +65,7 @@ class Forward:
     def run_by(self, strategy: Strategy | None) -> None:
         """Run the module by a strategy from its next call on; by none, as it is."""
         self.strategy = strategy
-        self.policy = policy_of(strategy.policy) if isinstance(strategy, Selective) else None
+        self.policy = runnable_policy(strategy.policy) if isinstance(strategy, Selective) else None
         """The policy of a selective region."""
         self._offload: OffloadContext | None = None
         if isinstance(strategy, Offload):
@@ -89,7 +89,8 @@ class Forward:
     @no_graph_begins
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward as it was."""
-        return self.own if self.own is not None else _own_forward(self.__self__)
+        own = self.instance_forward
+        return own if own is not None else _class_forward(self.__self__)
 
     @__wrapped__.setter
     def __wrapped__(self, _: Any) -> None:
@@ -115,7 +116,8 @@ class Forward:
         """Read by `torch.jit.script`, and by nobody else: a script would be without the region."""
         raise _NotScriptableError(
             f"{type(self.__self__).__name__} cannot be scripted while rekindle manages its "
-            "activations: a script would not. Call rekindle.remove(model) first."
+            "activations: a scripted module would ignore the strategy. Call rekindle.remove(model) "
+            "first."
         )
 
     @property
@@ -126,8 +128,8 @@ class Forward:
         strategy = self.strategy
         if torch.compiler.is_compiling():
             if self.is_on and strategy is not None and not isinstance(strategy, _REGIONS):
-                break_graph(_WHY)
-            forward = self.own or _traceable(self.__self__)
+                break_graph(_WHY_GRAPH_BREAKS)
+            forward = self.instance_forward or _traceable(self.__self__)
         else:
             forward = self.__wrapped__
         if not self.is_on or strategy is None:
@@ -139,10 +141,10 @@ class Forward:
             with context:
                 return forward(*args, **kwargs)
         if self.policy is not None and not torch.compiler.is_compiling():
-            return run_for_owner(self.offloaders, self._checkpointed, (forward, args, kwargs), {})
-        return self._checkpointed(forward, args, kwargs)
+            return run_for_owner(self.offloaders, self._run_as_region, (forward, args, kwargs), {})
+        return self._run_as_region(forward, args, kwargs)
 
-    def _checkpointed(
+    def _run_as_region(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the forward as a region."""
@@ -159,16 +161,16 @@ class Forward:
         return keep_on_device() if self._offload is None else self._offload
 
     def __reduce__(self) -> Any:
-        return Forward, (self.__self__, self.strategy, self.own, self.offloaders)
+        return Forward, (self.__self__, self.strategy, self.instance_forward, self.offloaders)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Forward":
         module = copy.deepcopy(self.__self__, memo)
-        own, offloaders = copy.deepcopy((self.own, self.offloaders), memo)
-        return Forward(module, self.strategy, own, offloaders)
+        held = copy.deepcopy((self.instance_forward, self.offloaders), memo)
+        return Forward(module, self.strategy, *held)
 
 
 @no_graph_begins
-def _own_forward(module: nn.Module) -> Callable[..., Any]:
+def _class_forward(module: nn.Module) -> Callable[..., Any]:
     """The forward of a module's class, bound to the module."""
     kind = type(module)
     for base in kind.__mro__:  # as inspect.getattr_static, in a tenth of the time
@@ -211,52 +213,53 @@ def forward_of(module: nn.Module) -> Forward | None:
     return found if isinstance(found, Forward) else None
 
 
-def put(module: nn.Module, strategy: Strategy | None, offloaders: OffloaderSet) -> None:
+def install_forward(module: nn.Module, strategy: Strategy | None, offloaders: OffloaderSet) -> None:
     """Put a `Forward` in the place of a module's forward."""
     vars(module)["forward"] = Forward(module, strategy, vars(module).get("forward"), offloaders)
 
 
-def take_away(module: nn.Module) -> None:
-    """Undo `put`; a `Forward` that somebody has wrapped since is turned off."""
+def uninstall_forward(module: nn.Module) -> None:
+    """Undo `install_forward`; a `Forward` that somebody has wrapped since is turned off."""
     forward = forward_of(module)
     if forward is None:
         for wrapped in _wrapped_in(vars(module).get("forward")):
             wrapped.is_on = False
         return
     forward.is_on = False
-    if forward.own is None:
+    if forward.instance_forward is None:
         del vars(module)["forward"]
     else:
-        vars(module)["forward"] = forward.own
+        vars(module)["forward"] = forward.instance_forward
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ForwardInDict:
     """The forward in a module's `__dict__` at one time, so that it can be put back."""
 
     module: nn.Module
-    own: Any
+    forward: Any
     """The forward; None if there was none."""
     ours: tuple[tuple[Forward, bool], ...]
     """The `Forward`s that it is or wraps, and whether they were on."""
 
     def put_back(self) -> None:
-        """Undo whatever `put` and `take_away` did since."""
+        """Undo whatever `install_forward` and `uninstall_forward` did since."""
         now = forward_of(self.module)
-        if now is not None and now is not self.own:
+        if now is not None and now is not self.forward:
             now.is_on = False
         vars(self.module).pop("forward", None)
-        if self.own is not None:
-            vars(self.module)["forward"] = self.own
+        if self.forward is not None:
+            vars(self.module)["forward"] = self.forward
         for forward, is_on in self.ours:
             forward.is_on = is_on
-            traced.managed_forwards[id(self.module)] = forward
+            graph_location.managed_forwards[id(self.module)] = forward
 
 
-def snapshot(module: nn.Module) -> Snapshot:
+def snapshot_forward(module: nn.Module) -> ForwardInDict:
     """The forward in a module's `__dict__` now."""
-    own = vars(module).get("forward")
-    return Snapshot(module, own, tuple((each, each.is_on) for each in _wrapped_in(own)))
+    forward = vars(module).get("forward")
+    ours = tuple((each, each.is_on) for each in _wrapped_in(forward))
+    return ForwardInDict(module, forward, ours)
 
 
 def _wrapped_in(function: Any) -> Iterator[Forward]:

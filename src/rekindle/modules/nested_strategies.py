@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rekindle import policies
 from rekindle.errors import RekindleError
 from rekindle.modules.patterns import is_inside
-from rekindle.modules.strategy_engines import offload_context, policy_of
+from rekindle.modules.strategy_engines import offload_context, runnable_policy
 from rekindle.policies import Policy
 from rekindle.regions.selective.decisions import Decision
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
@@ -60,14 +60,14 @@ def _joined(own: Strategy, parts: Mapping[str, Strategy]) -> Selective:
     for path, part in sorted(parts.items(), key=lambda item: -item[0].count(".")):
         policy = Inside(path, _as_policy(path, part))
         joined = policy if joined is None else joined | policy
-    rest = policy_of(own.policy) if isinstance(own, Selective) else policies.recompute()
+    rest = runnable_policy(own.policy) if isinstance(own, Selective) else policies.recompute()
     return Selective(rest if joined is None else joined | rest)
 
 
 def _as_policy(path: str, part: Strategy) -> Policy:
     """The policy that does inside a region what a strategy does outside."""
     if isinstance(part, Selective):
-        return policy_of(part.policy) | policies.recompute()
+        return runnable_policy(part.policy) | policies.recompute()
     if isinstance(part, Offload):
         return _offload_policy(path, part)
     if isinstance(part, SavedIndices):

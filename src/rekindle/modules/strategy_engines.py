@@ -10,7 +10,7 @@ from rekindle.regions.selective import planned_ops
 from rekindle.strategy import NumberedOps, Offload, PlannedOps
 
 
-def policy_of(policy: Any) -> Policy:
+def runnable_policy(policy: Any) -> Policy:
     """The policy that a selective region runs by; one is made of ops that a plan chose."""
     if policy == PlannedOps(tier=getattr(policy, "tier", "host")):  # nothing to find by an address
         policy = NumberedOps(tier=policy.tier)

@@ -13,7 +13,7 @@ from rekindle.modules.unwrapping import class_name
 from rekindle.planner.devices import Device, OpClock, device_named, device_of, known_devices
 from rekindle.planner.loss import Loss
 from rekindle.planner.measure.static_memory import optimizer_bytes
-from rekindle.planner.profile_model import Bench, profile_model
+from rekindle.planner.profile_model import MeasuringDevice, profile_model
 from rekindle.planner.trace.fake_tensors import (
     CPU,
     is_without_memory,
@@ -39,8 +39,8 @@ def fake_profile(
         return _fake_profile_by(like, model, batch, optimizer, loss)
     device = _device(model, like)
     with with_fake_tensors(model, batch, as_on=device.name) as given, OpClock(device) as clock:
-        bench = Bench(CPU, device.name, clock, device.bytes_per_second)
-        return profile_model(model, given, optimizer_bytes(optimizer), bench, loss)
+        measured_on = MeasuringDevice(CPU, device.name, clock, device.bytes_per_second)
+        return profile_model(model, given, optimizer_bytes(optimizer), measured_on, loss)
 
 
 def _fake_profile_by(
@@ -55,11 +55,11 @@ def _fake_profile_by(
     if shapes != like.batch:
         raise ValueError(
             f"The profile is of a batch of {like.batch}, but this one is of {shapes}: times of "
-            "another batch cannot be told from it"
+            "another batch do not follow from it"
         )
     with with_fake_tensors(model, batch, as_on=like.device) as given, OpClock(_TIMELESS) as clock:
-        bench = Bench(CPU, like.device, clock, like.bytes_per_second, known=like)
-        found = profile_model(model, given, optimizer_bytes(optimizer), bench, loss)
+        measured_on = MeasuringDevice(CPU, like.device, clock, like.bytes_per_second, known=like)
+        found = profile_model(model, given, optimizer_bytes(optimizer), measured_on, loss)
         return replace(found, rest_seconds=like.rest_seconds)
 
 

@@ -1,10 +1,10 @@
-"""Fits a model to a budget: profile → solve → verify → apply.
+"""Fits a profiled model to a budget: solve → verify → apply.
 
 ```
 fit(step, profile, request)
     find_plan      Profile ─solve─▶ Plan ─verify─▶ Plan     verified_plan.py
     apply_plan     Plan ─apply─▶ the same model             runtime.py
-    refit          when the model is called with larger inputs, all of it again
+    refit          profiles and fits again, when the model is called with larger inputs
 ```
 """
 
@@ -17,7 +17,7 @@ from rekindle.planner.input_shapes import count_elements
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
 from rekindle.planner.plan_for_budget import budget_bytes, plain_prediction, with_nearby
-from rekindle.planner.profile_model import bench_for, profile_model
+from rekindle.planner.profile_model import measuring_device, profile_model
 from rekindle.planner.runtime import apply_plan, plan_of, refit_on_larger_calls
 from rekindle.planner.training_step import ModelCall, TrainingStep
 from rekindle.planner.types import Profile
@@ -33,7 +33,7 @@ def fit(step: TrainingStep, profile: Profile, request: FitRequest) -> Plan:
 
 
 def find_plan(step: TrainingStep, profile: Profile, budget: int | str, verify: VerifyLevel) -> Plan:
-    """Return the fastest plan that was measured to be within a budget; the model ends as it was.
+    """Return a fast plan, measured to be within the budget; the model ends as it was.
 
     A model that fits as it is gets a plan that keeps all, and changes none of its blocks.
     """
@@ -49,7 +49,7 @@ def find_plan(step: TrainingStep, profile: Profile, budget: int | str, verify: V
 
 
 def _for_budget(plan: Plan, limit: int) -> Plan:
-    """Return a plan that was solved for less memory, as one for the budget that was asked for."""
+    """Return a plan with the budget that was asked for; it may be solved for less memory."""
     less, more = (
         near and replace(near, budget=near.budget + limit - plan.budget)
         for near in (plan.less, plan.more)
@@ -63,14 +63,14 @@ def refit(model: nn.Module, call: ModelCall, request: FitRequest) -> Plan:
     if profile.loss != "given":
         request = replace(request, loss=None)
         before = plan_of(model)
-        if before is not None:  # what is outside the model is not measured: it is taken to grow
+        if before is not None:  # parts outside the model are not measured: assume that they grow
             larger = count_elements(profile.inputs), max(count_elements(before.inputs), 1)
             request = request.scaled(*larger)
             rest = max(profile.rest_peak, request.rest_peak)
             profile = replace(profile, rest_peak=rest, output_held=request.output_held)
     step = TrainingStep(model, call, request.loss)
     plan = find_plan(step, profile, request.budget, request.verify)
-    if profile.loss != "given" and request.rest_peak:  # nor is it in a step that is measured
+    if profile.loss != "given" and request.rest_peak:  # a measured step lacks them as well
         plan = replace(plan, plain_peak=max(plan.plain_peak, plain_prediction(profile).peak))
     apply_plan(model, plan)
     refit_on_larger_calls(model, request, refit)
@@ -78,15 +78,15 @@ def refit(model: nn.Module, call: ModelCall, request: FitRequest) -> Plan:
 
 
 def _profile_again(model: nn.Module, call: ModelCall, request: FitRequest) -> Profile:
-    """Profile a larger call; without the loss that was given, if it fails on that.
+    """Profile a larger call; without the loss that was given, if that fails on the call.
 
-    It may know the labels of the first batch alone, as `lambda out: criterion(out, labels)` does.
+    The loss may know the labels of the first batch alone: `lambda out: criterion(out, labels)`.
     """
-    bench = bench_for(compute_device(model), request.spill)
+    measured_on = measuring_device(compute_device(model), request.spill)
     if request.loss is not None:
         try:
-            return profile_model(model, call, request.optimizer_bytes, bench, request.loss)
+            return profile_model(model, call, request.optimizer_bytes, measured_on, request.loss)
         except Exception:
             if not request.loss.failed:
                 raise
-    return profile_model(model, call, request.optimizer_bytes, bench)
+    return profile_model(model, call, request.optimizer_bytes, measured_on)

@@ -6,7 +6,8 @@ from typing import Any, Literal, TypeAlias
 from rekindle.planner.loss import Loss
 
 VerifyLevel: TypeAlias = Literal["auto", "gradients", "peak"]
-"""The checks of a plan: its peak alone; its gradients too; or these if a step is short enough."""
+"""The checks of a plan, by a step that is run: `"gradients"` too, the `"peak"` alone, or `"auto"`:
+gradients too if a step is short enough."""
 
 
 @dataclass(frozen=True)

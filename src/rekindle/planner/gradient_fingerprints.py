@@ -25,7 +25,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Fingerprint:
+class GradientFingerprint:
     """A checksum of a gradient's bits, its norm, and a sketch of it."""
 
     checksum: int
@@ -34,11 +34,11 @@ class Fingerprint:
     epsilon: float
     """The relative distance of two neighbouring numbers of its dtype."""
 
-    def is_same(self, other: "Fingerprint") -> bool:
+    def is_same(self, other: "GradientFingerprint") -> bool:
         """Return whether two gradients are equal in every bit, but for the sign of zeros."""
         return self.checksum == other.checksum
 
-    def distance(self, other: "Fingerprint") -> float:
+    def distance(self, other: "GradientFingerprint") -> float:
         """Estimate the norm of the difference; 0 if both have elements that are not finite."""
         total = sum((a - b) ** 2 for a, b in zip(self.sums, other.sums, strict=True))
         if isfinite(total):
@@ -46,18 +46,18 @@ class Fingerprint:
         return float("inf") if isfinite(sum(self.sums)) or isfinite(sum(other.sums)) else 0.0
 
 
-Fingerprints = dict[Any, Fingerprint]
+GradientFingerprints = dict[Any, GradientFingerprint]
 """Fingerprints of a step's gradients: by the parameter's name, or by the leaf outside the model."""
 
 
 class FingerprintCollector:
-    """Takes the fingerprints of gradients as they come; sparse ones are left out."""
+    """Computes the fingerprints of gradients as they come; sparse ones are left out."""
 
     def __init__(self) -> None:
-        self._taken: dict[Any, tuple[Tensor, Tensor, float]] = {}
+        self._partial: dict[Any, tuple[Tensor, Tensor, float]] = {}
 
     def add(self, key: Any, gradient: Tensor) -> None:
-        """Take the fingerprint of a gradient, or of a further part of one that comes in parts."""
+        """Compute the fingerprint of a gradient, or add a part of one that comes in parts."""
         past_modes(self._add, key, gradient)  # what this runs is no op of the step's
 
     def _add(self, key: Any, gradient: Tensor) -> None:
@@ -65,22 +65,22 @@ class FingerprintCollector:
         if not parts:
             return
         checksum, numbers, epsilon = _fingerprint(parts)
-        if key in self._taken:
-            before = self._taken[key]
+        if key in self._partial:
+            before = self._partial[key]
             checksum, numbers = checksum + _mix(before[0].clone()), numbers + before[1]
-        self._taken[key] = checksum, numbers, epsilon
+        self._partial[key] = checksum, numbers, epsilon
 
     def __contains__(self, key: Any) -> bool:
-        return key in self._taken
+        return key in self._partial
 
-    def read(self) -> Fingerprints:
+    def read(self) -> GradientFingerprints:
         """Return the fingerprints by their keys; waits for the device."""
-        return {key: _read(*taken) for key, taken in self._taken.items()}
+        return {key: _read(*parts) for key, parts in self._partial.items()}
 
 
-def differing_keys(left: Fingerprints, right: Fingerprints) -> list[Any]:
+def differing_keys(left: GradientFingerprints, right: GradientFingerprints) -> list[Any]:
     """Return the keys that both have, and whose gradients differ."""
-    return [key for key, taken in left.items() if key in right and not taken.is_same(right[key])]
+    return [key for key, each in left.items() if key in right and not each.is_same(right[key])]
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
@@ -135,6 +135,6 @@ def _mix(numbers: Tensor) -> Tensor:
     return numbers.bitwise_xor_(numbers >> 31)
 
 
-def _read(checksum: Tensor, numbers: Tensor, epsilon: float) -> Fingerprint:
+def _read(checksum: Tensor, numbers: Tensor, epsilon: float) -> GradientFingerprint:
     square, *sums = numbers.tolist()
-    return Fingerprint(int(checksum.item()), sqrt(square), tuple(sums), epsilon)
+    return GradientFingerprint(int(checksum.item()), sqrt(square), tuple(sums), epsilon)

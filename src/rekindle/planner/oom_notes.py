@@ -9,7 +9,7 @@ from rekindle.planner.plan import Plan
 from rekindle.sizes import format_bytes, parse_bytes
 
 
-def annotate_oom(
+def add_plan_note(
     error: torch.OutOfMemoryError, plan: Plan, device: torch.device, larger: Shapes
 ) -> None:
     """Add a note on a model's plan to an error, once.

@@ -91,10 +91,10 @@ def plan_by(
 
 def plain_prediction(profile: Profile) -> Prediction:
     """The peak and time of a step without a plan."""
-    return simulate(profile, plain_options(profile))
+    return simulate(profile, plain_candidates(profile))
 
 
-def plain_options(profile: Profile) -> list[Candidate]:
+def plain_candidates(profile: Profile) -> list[Candidate]:
     """The candidates by which every block runs as without a plan."""
     menus = (profile.candidates(i) for i in range(len(profile.order)))
     return [next(candidate for candidate in menu if candidate.strategy == Keep()) for menu in menus]

@@ -7,7 +7,7 @@ model + batch ─trace_step─▶ calls of distinct blocks ─trace_block─▶ 
 
 One step runs with every block recomputed, to see the order of the blocks, their arguments, and the
 memory and time of the rest of the step. Then each distinct block is traced, and run alone by every
-candidate: bytes and times are measured, not modelled.
+candidate that moves nothing; the costs of those that move results follow from these.
 """
 
 from dataclasses import dataclass, field, replace
@@ -47,7 +47,7 @@ from rekindle.torch_private.fsdp import gathered_around
 
 
 @dataclass(frozen=True)
-class Bench:
+class MeasuringDevice:
     """The device that a step is measured on, or that fake tensors stand for."""
 
     device: torch.device
@@ -61,14 +61,14 @@ class Bench:
     host_runs_ahead: bool = False
     """True if host and device work at once: then a whole step shows more than blocks alone."""
     offloaders: OffloaderSet = field(default_factory=OffloaderSet, compare=False)
-    """Offloaders of the blocks that are measured alone; freed with the bench."""
+    """Offloaders of the blocks that are measured alone; freed with this object."""
 
 
-def bench_for(device: torch.device, spill: bool = False) -> Bench:
-    """Return the bench of a real device, with a link to disk, or else to host memory."""
+def measuring_device(device: torch.device, spill: bool = False) -> MeasuringDevice:
+    """Return a real device to measure on, with a link to disk, or else to host memory."""
     tier: TierName = "disk" if spill else "host"
     is_cuda = device.type == "cuda"
-    return Bench(
+    return MeasuringDevice(
         device,
         torch.cuda.get_device_name(device) if is_cuda else device.type,
         DeviceClock(device),
@@ -79,38 +79,46 @@ def bench_for(device: torch.device, spill: bool = False) -> Bench:
 
 
 def profile_model(
-    model: nn.Module, batch: Any, optimizer: Any, bench: Bench, loss: Loss | None = None
+    model: nn.Module,
+    batch: Any,
+    optimizer: Any,
+    measured_on: MeasuringDevice,
+    loss: Loss | None = None,
 ) -> Profile:
     """Return the profile of a model's training step; the model ends as it was."""
     step = TrainingStep(model, batch, loss)
     blocks = unwrapped_blocks(model)
     _refuse_scripts(blocks)
     _refuse_other_models(model, blocks)
-    static = max(all_gather(static_bytes(model, optimizer, bench.device, step.batch_tensors())))
+    static = max(
+        all_gather(static_bytes(model, optimizer, measured_on.device, step.batch_tensors()))
+    )
     with (
         repeatable(step),
-        metered_as_a_whole(bench.device, step.existing_tensors()) as meter,
+        metered_as_a_whole(measured_on.device, step.existing_tensors()) as meter,
     ):
         report_progress("trace")
-        trace, calls = _trace(step, blocks, bench)
+        trace, calls = _trace(step, blocks, measured_on)
         merged = merge_traces(all_gather(trace), blocks)
         with gathered_around(model, blocks.values()):
-            profiles = _profile_blocks(blocks, trace, calls, merged, bench)
-        profile = _assemble(step, static, trace, merged, profiles, bench)
+            profiles = _profile_blocks(blocks, trace, calls, merged, measured_on)
+        profile = _assemble(step, static, trace, merged, profiles, measured_on)
         profile = replace(profile, unused=tuple(p for p in blocks if p not in merged.order))
         profile = worst_case(all_gather(profile), profile)
         in_blocks = simulate(profile, _recomputing_all(profile)).seconds
         profile = replace(profile, rest_seconds=max(merged.seconds - in_blocks, 0.0))
-        if bench.host_runs_ahead:
+        if measured_on.host_runs_ahead:
             report_progress("whole step")
-            profile = calibrate_to_whole_step(model, profile, partial(bench.clock.timed, step))
-        if not bench.clock.is_exact:  # else nothing was allocated
+            profile = calibrate_to_whole_step(
+                model, profile, partial(measured_on.clock.timed, step)
+            )
+        if not measured_on.clock.is_exact:  # else nothing was allocated
             profile = replace(profile, planning_peak=static + max(all_gather(meter.peak())))
     return profile
 
 
 def _trace(
-    step: TrainingStep, blocks: dict[str, nn.Module], bench: Bench
+    step: TrainingStep, blocks: dict[str, nn.Module], measured_on: MeasuringDevice
 ) -> tuple[StepTrace, dict[BlockKey, BlockCall]]:
     """Trace the step; an error if it runs no block."""
     settings = settings_of(blocks)
@@ -118,7 +126,7 @@ def _trace(
     def key_of(path: str, arguments: Arguments, around: ambient.Ambient) -> BlockKey:
         return block_key(blocks[path], settings[path], arguments, around)
 
-    trace, calls = trace_step(step, blocks, bench.device, bench.clock, key_of)
+    trace, calls = trace_step(step, blocks, measured_on.device, measured_on.clock, key_of)
     if not trace.order:
         raise ValueError("The step ran none of the model's blocks: does it call the model?")
     return trace, calls
@@ -129,7 +137,7 @@ def _profile_blocks(
     trace: StepTrace,
     calls: dict[BlockKey, BlockCall],
     merged: MergedTrace,
-    bench: Bench,
+    measured_on: MeasuringDevice,
 ) -> list[BlockProfile]:
     """Profile each distinct block, on all ranks that ran it in the step.
 
@@ -143,43 +151,45 @@ def _profile_blocks(
     for index, merged_key in enumerate(count_progress(merged.keys, "block")):
         if index not in own_paths:
             path = next(path for path, other in merged.indices.items() if other == index)
-            found = _profile_block(class_name(blocks[path]), merged_key, None, bench)
+            found = _profile_block(class_name(blocks[path]), merged_key, None, measured_on)
         else:
             key = trace.keys[own_paths[index]]
             call = calls.pop(key) if last_use[key] == index else calls[key]
             kind = class_name(call.block)
-            if bench.known is None:
-                found = _profile_block(kind, key, call, bench)
+            if measured_on.known is None:
+                found = _profile_block(kind, key, call, measured_on)
             else:
                 path = next(path for path, other in trace.keys.items() if other == key)
-                found = _known_block(bench.known, path, key)
+                found = _known_block(measured_on.known, path, key)
             del call
         profiles.append(found)
     return profiles
 
 
-def _benchmark(call: BlockCall, bench: Bench) -> BlockBenchmark:
-    return BlockBenchmark(call, bench.device, bench.clock, bench.offloaders)
+def _benchmark(call: BlockCall, measured_on: MeasuringDevice) -> BlockBenchmark:
+    return BlockBenchmark(call, measured_on.device, measured_on.clock, measured_on.offloaders)
 
 
-def _profile_block(kind: str, key: BlockKey, call: BlockCall | None, bench: Bench) -> BlockProfile:
+def _profile_block(
+    kind: str, key: BlockKey, call: BlockCall | None, measured_on: MeasuringDevice
+) -> BlockProfile:
     """Trace a block, list its candidates, and measure them; without a call, other ranks do."""
-    benchmark = None if call is None else _benchmark(call, bench)
-    trace = None if call is None else trace_block(call, bench.clock.estimates)
+    benchmark = None if call is None else _benchmark(call, measured_on)
+    trace = None if call is None else trace_block(call, measured_on.clock.estimates)
     own = () if trace is None else candidates(trace)
     measured = measure_candidates(benchmark, agree_on_candidates(trace, own))
     if benchmark is not None and trace is not None:
-        if bench.bytes_per_second:
-            measured |= offload_candidates(benchmark, trace, measured, bench.tier)
+        if measured_on.bytes_per_second:
+            measured |= offload_candidates(benchmark, trace, measured, measured_on.tier)
         measured = {name: with_names(each, trace) for name, each in measured.items()}
-    worth_having = with_casts(tuple(undominated(worst_of_ranks(measured))))
+    kept = with_casts(tuple(undominated(worst_of_ranks(measured))))
     output_freed = _NOT_RUN if benchmark is None else benchmark.output_freed
-    return BlockProfile(kind, key.signature, worth_having, key.ambient, output_freed)
+    return BlockProfile(kind, key.signature, kept, key.ambient, output_freed)
 
 
 _NOT_RUN = 2**62
-"""Bytes that a block frees of its output on a rank that has not run it: the least of all ranks'
-counts."""
+"""In place of the bytes of its output that a block frees, on a rank that has not run it. Ranks
+agree on the least count, so this one never decides."""
 
 
 def _known_block(known: Profile, path: str, key: BlockKey) -> BlockProfile:
@@ -202,20 +212,20 @@ def _assemble(
     trace: StepTrace,
     merged: MergedTrace,
     blocks: list[BlockProfile],
-    bench: Bench,
+    measured_on: MeasuringDevice,
 ) -> Profile:
     """Return this rank's profile, from the traces and the profiles of distinct blocks."""
     order = tuple((path, merged.indices[path]) for path in merged.order)
     has_casts = any(each.casts_cached for block in blocks for each in block.candidates)
     profile = Profile(
         model=class_name(step.model),
-        device=bench.name,
+        device=measured_on.name,
         batch=step.describe_batch(),
         static_bytes=static,
         before_bytes=trace.before_bytes,
         rest_peak=trace.rest_peak,
         rest_seconds=0.0,
-        bytes_per_second=bench.bytes_per_second,
+        bytes_per_second=measured_on.bytes_per_second,
         blocks=tuple(blocks),
         order=order,
         first_peak=trace.first_peak,

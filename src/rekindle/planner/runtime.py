@@ -20,14 +20,14 @@ from rekindle.modules.applied import Applied
 from rekindle.modules.apply_strategies import apply_strategies
 from rekindle.modules.blocks import unwrapped_blocks
 from rekindle.modules.caches import forbid_cache
-from rekindle.modules.forward import forward_of, put
+from rekindle.modules.forward import forward_of, install_forward
 from rekindle.modules.unwrapping import class_name, places, unwrapped
 from rekindle.offload.owners import OffloaderSet, owner_of
 from rekindle.planner.compiled_modules import compiled_around
 from rekindle.planner.fit_request import FitRequest
 from rekindle.planner.input_shapes import Shapes, count_elements, format_shapes, input_shapes
 from rekindle.planner.instruments.model_lock import planning_lock
-from rekindle.planner.oom_notes import annotate_oom
+from rekindle.planner.oom_notes import add_plan_note
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
 from rekindle.planner.plan_for_budget import BudgetError
@@ -52,7 +52,7 @@ Refit: TypeAlias = Callable[[nn.Module, ModelCall, FitRequest], Plan]
 
 
 class PlanRuntime:
-    """A plan on a model in training."""
+    """Watches the calls of a model that runs by a plan."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self.plan = plan
@@ -61,6 +61,7 @@ class PlanRuntime:
         self.refit: Refit | None = None
         """Fits the model to a larger call; None if the plan was applied by itself."""
         self.is_on = True
+        """False while the model is measured."""
         self._device = compute_device(model)
         self._planned_elements = count_elements(plan.inputs)
         self._larger: Shapes = ()
@@ -143,7 +144,8 @@ class PlanRuntime:
         runtime = _runtime_on(model)
         assert runtime is not None, "the plan was applied"
         runtime._threads |= self._threads
-        if running is not None:  # the call that is about to run goes by the forward of before
+        if running is not None:
+            # The call in progress already holds the old `Forward`: give it the new strategy.
             now = forward_of(model)
             running.run_by(None if now is None else now.strategy)
             running.is_on = True
@@ -167,7 +169,7 @@ class PlanRuntime:
 
     def annotate_oom(self, error: torch.OutOfMemoryError) -> None:
         """Add a note on the plan to an error."""
-        annotate_oom(error, self.plan, self._device, self._larger)
+        add_plan_note(error, self.plan, self._device, self._larger)
 
 
 @dataclass(eq=False)
@@ -219,6 +221,8 @@ def strategies_for(plan: Plan, model: nn.Module) -> dict[str, Strategy]:
     unplanned = [path for path in blocks if path not in planned]
     if unplanned and planned & set(blocks):
         raise ValueError(f"The model has a block that the plan has not: {unplanned[0]!r}")
+    # A block that the profiled step did not run has no candidates; a step may yet run it. Of all
+    # strategies, recompute holds the least.
     skipped = () if plan.keeps_all else (path for path in plan.unused if path in where)
     strategies: dict[str, Strategy] = {where[path]: Recompute() for path in skipped}
     return {**strategies, **{where[path]: candidate.strategy for path, _, candidate in plan.blocks}}
@@ -267,8 +271,8 @@ def refit_on_larger_calls(model: nn.Module, request: FitRequest, refit: Refit) -
     runtime.request, runtime.refit = request, refit
     where = planned_paths(model)
     if forward_of(model) is None and any(not where[path] for path, _, _ in runtime.plan.blocks):
-        # So that the call that finds it too small can run by another plan.
-        put(model, None, owner_of(model))
+        # The model is its own block: its forward must be replaceable while a call runs.
+        install_forward(model, None, owner_of(model))
 
 
 def plan_of(model: nn.Module) -> Plan | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.planner.gradient_fingerprints import FingerprintCollector, Fingerprints
+from rekindle.planner.gradient_fingerprints import FingerprintCollector, GradientFingerprints
 from rekindle.planner.instruments.memory_meter import bytes_of, storages_of
 from rekindle.planner.loss import A_FUNCTION, Loss, batch_in_form, find_loss
 from rekindle.planner.ranks.rank_sync import wait_for_all_ranks
@@ -94,7 +94,7 @@ class TrainingStep:
                 leaf.grad = gradient
             self._others = None
 
-    def fingerprints(self) -> Fingerprints:
+    def fingerprints(self) -> GradientFingerprints:
         """Run the step from gradients of zero, and return the fingerprints of its gradients.
 
         The keys are names of the model's parameters, and leaves outside the model themselves.

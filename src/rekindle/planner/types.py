@@ -18,6 +18,7 @@ from rekindle.planner import json_files
 from rekindle.planner.as_text import as_text
 from rekindle.planner.json_schema import Difference, Inconsistency
 from rekindle.strategy import (
+    WORD_OF_TIER,
     Keep,
     NumberedOps,
     OpAddress,
@@ -212,7 +213,7 @@ class Candidate:
         moving = _moving_part(self.strategy)
         if moving is not None and moving.offloaded:
             results = _format_results(len(moving.offloaded), self.offloaded_names)
-            parts.append(f"{_MOVE[moving.tier]} {results}")
+            parts.append(f"{WORD_OF_TIER[moving.tier]} {results}")
         return ", ".join([*parts, f"{rest} the rest" if parts else f"{rest} all"])
 
     def inconsistencies(self) -> Iterator[Inconsistency]:
@@ -224,10 +225,6 @@ class Candidate:
             yield "bytes_moved", f"should be 0 where the strategy is {name}"
         if self.largest_moved > self.bytes_moved:
             yield "largest_moved", f"is more than is moved: {self.largest_moved}"
-
-
-_MOVE: dict[TierName, str] = {"host": "offload", "disk": "spill"}
-"""The word for moving results, by the tier that they are moved to."""
 
 
 def _moving_part(strategy: Strategy) -> SavedIndices | PlannedOps | NumberedOps | None:

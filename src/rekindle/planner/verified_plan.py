@@ -14,13 +14,13 @@ import torch
 
 from rekindle.planner.caller_warnings import warn_at_caller
 from rekindle.planner.fit_request import VerifyLevel
-from rekindle.planner.gradient_fingerprints import Fingerprints
+from rekindle.planner.gradient_fingerprints import GradientFingerprints
 from rekindle.planner.measure.measure_step import MeasuredStep, measure_step
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
 from rekindle.planner.plan_for_budget import (
     BudgetError,
-    plain_options,
+    plain_candidates,
     plain_prediction,
     plan_by,
     plan_chosen,
@@ -44,7 +44,7 @@ _NOISE_SECONDS = 0.005
 """Seconds of difference that say nothing: another run would take more, or less."""
 _WHOLE_BLOCKS = (Keep(), Recompute())
 
-_MeasuredPlan = tuple[Plan, Fingerprints | None]
+_MeasuredPlan = tuple[Plan, GradientFingerprints | None]
 """A plan with measured peak and time, and its step's gradients, if they are to be compared."""
 
 
@@ -57,7 +57,7 @@ def measured_plain_plan(step: TrainingStep, profile: Profile, limit: int) -> Pla
     if prediction.peak > limit:
         return None
     report_progress("plain step")
-    plan = plan_by(profile, limit, plain_options(profile), prediction, 0.0)
+    plan = plan_by(profile, limit, plain_candidates(profile), prediction, 0.0)
     measured = _measure_unless_oom(step, plan, profile, with_gradients=False)
     if measured is None:
         return None

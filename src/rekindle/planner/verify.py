@@ -19,7 +19,11 @@ from torch import Tensor
 from rekindle.errors import RekindleError
 from rekindle.modules.apply_strategies import apply_strategies, undo
 from rekindle.modules.unwrapping import in_places
-from rekindle.planner.gradient_fingerprints import Fingerprint, Fingerprints, differing_keys
+from rekindle.planner.gradient_fingerprints import (
+    GradientFingerprint,
+    GradientFingerprints,
+    differing_keys,
+)
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.plan import Plan
 from rekindle.planner.ranks.rank_sync import all_gather, first_message, raised_on_all_ranks
@@ -42,7 +46,7 @@ class GradientError(RekindleError):
 
 
 def verify_gradients(
-    step: TrainingStep, plan: Plan, found: Fingerprints, profile: Profile, limit: int
+    step: TrainingStep, plan: Plan, found: GradientFingerprints, profile: Profile, limit: int
 ) -> str | None:
     """Compare the gradients of a step under a plan with those of a reference.
 
@@ -104,7 +108,7 @@ def _candidates(profile: Profile, strategies: dict[str, Strategy]) -> list[Candi
     return found
 
 
-def _gradients(step: TrainingStep, strategies: dict[str, Strategy]) -> Fingerprints:
+def _gradients(step: TrainingStep, strategies: dict[str, Strategy]) -> GradientFingerprints:
     """Return the gradients of one step by some strategies; the model's state stays as it is."""
     with repeatable(step):
         apply_strategies(step.model, in_places(step.model, strategies))
@@ -114,7 +118,10 @@ def _gradients(step: TrainingStep, strategies: dict[str, Strategy]) -> Fingerpri
 
 
 def _is_within(
-    found: Fingerprint, reference: Fingerprint, again: list[Fingerprints], key: Any
+    found: GradientFingerprint,
+    reference: GradientFingerprint,
+    again: list[GradientFingerprints],
+    key: Any,
 ) -> bool:
     """Return whether a gradient is as close to the reference as the reference is to itself."""
     repeats = [each[key] for each in again if key in each]
@@ -128,7 +135,7 @@ def _is_within(
 
 
 def _format_error(
-    plan: Plan, found: Fingerprints, reference: Fingerprints, wrong: Sequence[Any]
+    plan: Plan, found: GradientFingerprints, reference: GradientFingerprints, wrong: Sequence[Any]
 ) -> str:
     named = [
         f"  {_format_place(key, plan)}: off by {_format_distance(found[key], reference[key])}"
@@ -156,7 +163,7 @@ def _format_place(key: Any, plan: Plan) -> str:
     return f"{key} ({path or 'the model'}: {candidate.describe()})"
 
 
-def _format_distance(found: Fingerprint, reference: Fingerprint) -> str:
+def _format_distance(found: GradientFingerprint, reference: GradientFingerprint) -> str:
     if not reference.norm:
         return f"{found.distance(reference):.2g}, where it is 0"
     return f"{found.distance(reference) / reference.norm:.2g} of its norm"

@@ -96,9 +96,9 @@ def now(device: torch.device) -> float:
 
 def timed(step: Callable[[], None], device: torch.device) -> float:
     """Return the seconds that a step takes, from an idle device to an idle device."""
-    taken = []
+    seconds = []
     for _ in range(RUNS):
         start = now(device)
         step()
-        taken.append(now(device) - start)
-    return min(taken)
+        seconds.append(now(device) - start)
+    return min(seconds)

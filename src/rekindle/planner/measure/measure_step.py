@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from rekindle.modules.apply_strategies import undo
-from rekindle.planner.gradient_fingerprints import Fingerprints
+from rekindle.planner.gradient_fingerprints import GradientFingerprints
 from rekindle.planner.instruments.memory_meter import metered
 from rekindle.planner.instruments.timing import timed
 from rekindle.planner.measure.preserve_model_state import preserve_buffers, repeatable
@@ -26,7 +26,7 @@ class MeasuredStep(NamedTuple):
     peak: int
     """Bytes, static ones included."""
     seconds: float
-    gradients: Fingerprints | None = None
+    gradients: GradientFingerprints | None = None
     """Fingerprints of its gradients, if they were asked for."""
 
 

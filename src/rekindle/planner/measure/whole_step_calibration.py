@@ -31,14 +31,14 @@ def calibrate_to_whole_step(
     strategies = {path: candidate.strategy for path, candidate in zip(paths, leanest, strict=True)}
     apply_strategies(model, in_places(model, strategies))
     try:
-        taken = max(all_gather(seconds_of_a_step()))
+        measured = max(all_gather(seconds_of_a_step()))
     except torch.OutOfMemoryError:  # it holds more than with everything recomputed
         if has_other_ranks():  # which would wait for a rank that does not run its step
             raise
         return profile
     finally:
         undo(model)
-    extra = max(taken - simulate(profile, leanest).seconds, 0.0) / count
+    extra = max(measured - simulate(profile, leanest).seconds, 0.0) / count
     blocks = (
         replace(
             block, candidates=tuple(_slower(candidate, extra) for candidate in block.candidates)
