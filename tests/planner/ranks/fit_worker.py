@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
 from benchmarks.decoder import SHAPES, Decoder
+from rekindle.strategy import Keep, Recompute
 from tests.ranks import Cases, local, run_worlds
 from tests.wrong import wrong_recompute
 
@@ -25,14 +26,25 @@ def sharded(model: Decoder) -> nn.Module:
 
 
 KINDS = {"ddp": DistributedDataParallel, "fsdp": sharded}
+WHOLE = (Keep(), Recompute())
+
+
+def whole_blocks_only(profile: rekindle.Profile) -> rekindle.Profile:
+    """The profile with blocks that are kept or recomputed: a plan has to recompute some of them."""
+    blocks = (
+        replace(block, candidates=tuple(c for c in block.candidates if c.strategy in WHOLE))
+        for block in profile.blocks
+    )
+    return replace(profile, blocks=tuple(blocks))
 
 
 def refused(model: nn.Module, x: Tensor) -> bool:
     """Returns whether a plan is refused here, where regions are wrong on the second rank alone."""
     rekindle.remove(model)
+    profile = whole_blocks_only(rekindle.profile(model, x, loss=Tensor.sum))
     try:
         with wrong_recompute(0.03 * dist.get_rank()):
-            rekindle.fit(model, x, "80%", loss=Tensor.sum)
+            rekindle.fit(model, x, "80%", loss=Tensor.sum, profile=profile)
     except rekindle.RekindleError as error:
         return "bug in rekindle" in str(error) and rekindle.plan_of(model) is None
     return False
