@@ -8,7 +8,7 @@ being copied out or back, and who waits for whom among host, device and link.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -193,33 +193,26 @@ class Timeline:
         largest result for a large one; as much stays of the last blocks, whose backward comes
         first.
         """
-        moving = _moving(choice)
-        after = self._forward(choice, moving)
-        point = self._between[-1] + after.held + after.on_the_way
-        in_backward = after.cached if self.profile.casts_in_backward else 0
-        peak, moment = after.peak, after.moment
-        for rest in (
-            after.cached + self.profile.cached_rest_peak,
-            in_backward + self.profile.rest_peak,
-        ):
-            if point + rest > peak:
-                peak, moment = point + rest, self.count + 1
-        seconds, ahead = self._backward_times(choice, moving, after)
-        there = after.held + in_backward + self.profile.output_held
-        between, stays = self._between, moving.stays
-        for i in range(self.count - 1, -1, -1):
-            terms = choice[i]
-            point = there + between[i] + terms[4] - stays[i] + ahead[i]
-            if point > peak:
-                peak, moment = point, 2 * self.count + 2 - i
-            there += terms[2] - terms[0] - stays[i]
-        if self.moments[-1].constant > peak:
-            peak, moment = self.moments[-1].constant, len(self.moments) - 1
-        return Evaluation(peak, seconds, moment)
+        return self._backward(choice, self._forward(choice))
 
-    def _forward(self, choice: Sequence[Terms], moving: "_Moving") -> "_Forward":
-        """Walk the forwards of the blocks; terms go by position, which is quicker than by name."""
-        made, starts, rate = self._between, self._epoch_starts, self.profile.bytes_per_second
+    def evaluate_unless(
+        self, choice: Sequence[Terms], is_hopeless: Callable[[int, float], bool]
+    ) -> Evaluation | None:
+        """Evaluate a choice; None if the bytes and seconds that it takes at least are hopeless.
+
+        They are known after half of the walk: the peak up to the loss, and the time with a backward
+        in which nobody waits.
+        """
+        after = self._forward(choice)
+        at_least = after.backward_begins + sum([terms[9] for terms in choice])
+        if is_hopeless(after.peak, at_least):
+            return None
+        return self._backward(choice, after)
+
+    def _forward(self, choice: Sequence[Terms]) -> "_Forward":
+        """Walk the moments up to the loss; terms go by position, which is quicker than by name."""
+        profile, made, starts = self.profile, self._between, self._epoch_starts
+        rate, moving = profile.bytes_per_second, _moving(choice)
         stays, moves, lead = moving
         late = lead if any(moves) else 0
         peak, moment = self.moments[0].constant, 0
@@ -248,17 +241,37 @@ class Timeline:
                 begin = max(free_at, (began + seconds) / 2)
                 free_at = max(begin + moves[i] / rate, seconds)
                 leaving = int((free_at - seconds) * rate)
-        on_the_way = min(leaving + late, sent)
-        return _Forward(peak, moment, held, cached, on_the_way, seconds, host, free_at)
+        in_backward = cached if profile.casts_in_backward else 0
+        rest = max(cached + profile.cached_rest_peak, in_backward + profile.rest_peak)
+        point = made[-1] + held + min(leaving + late, sent) + rest
+        if point > peak:
+            peak, moment = point, self.count + 1
+        # The second half of the rest is backward, which begins when all has left.
+        begins = max(seconds + profile.rest_seconds, free_at + profile.rest_seconds / 2)
+        return _Forward(moving, peak, moment, held, in_backward, begins, host)
+
+    def _backward(self, choice: Sequence[Terms], after: "_Forward") -> Evaluation:
+        """Walk the moments after the loss."""
+        seconds, ahead = self._backward_times(choice, after)
+        peak, moment = after.peak, after.moment
+        there = after.held + after.cached + self.profile.output_held
+        between, stays = self._between, after.moving.stays
+        for i in range(self.count - 1, -1, -1):
+            terms = choice[i]
+            point = there + between[i] + terms[4] - stays[i] + ahead[i]
+            if point > peak:
+                peak, moment = point, 2 * self.count + 2 - i
+            there += terms[2] - terms[0] - stays[i]
+        if self.moments[-1].constant > peak:
+            peak, moment = self.moments[-1].constant, len(self.moments) - 1
+        return Evaluation(peak, seconds, moment)
 
     def _backward_times(
-        self, choice: Sequence[Terms], moving: "_Moving", after: "_Forward"
+        self, choice: Sequence[Terms], after: "_Forward"
     ) -> tuple[float, Sequence[int]]:
         """Seconds of the step, and bytes that are back ahead of their use at each place."""
-        moves, rate, rest = moving.moves, self.profile.bytes_per_second, self.profile.rest_seconds
-        host = after.host
-        # The second half of the rest is backward, which begins when all has left.
-        seconds = used_at = max(after.seconds + rest, after.free_at + rest / 2)
+        moves, rate, host = after.moving.moves, self.profile.bytes_per_second, after.host
+        seconds = used_at = after.backward_begins
         begins, ends = [0.0] * self.count, [0.0] * self.count
         for i in range(self.count - 1, -1, -1):
             terms = choice[i]
@@ -275,24 +288,22 @@ class Timeline:
             ends[i] = seconds
         if not any(moves):
             return seconds, moves
-        return seconds, _ahead(moves, begins, ends, moving.lead // 2, rate)
+        return seconds, _ahead(moves, begins, ends, after.moving.lead // 2, rate)
 
 
 class _Forward(NamedTuple):
-    """The step after the forwards of all blocks."""
+    """The step up to the loss."""
 
+    moving: "_Moving"
     peak: int
     moment: int
     held: int
     cached: int
-    on_the_way: int
-    """Bytes that are being copied out."""
-    seconds: float
-    """When the device is done."""
+    """Bytes of casts that stay in autocast's cache for the backward."""
+    backward_begins: float
+    """When the device begins the backward of the last block, if it need not wait for it."""
     host: float
-    """When the host is."""
-    free_at: float
-    """When the link is."""
+    """When the host is done with the forward."""
 
 
 class _Moving(NamedTuple):

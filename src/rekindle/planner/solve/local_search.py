@@ -2,12 +2,13 @@
 
 It makes up for what the integer program does not see: copies that are on their way, and who waits
 for whom. First the steepest descent: of all changes of one block, the best. Then simulated
-annealing (Kirkpatrick et al., 1983): two blocks at a time get other candidates, or each other's,
-and changes for the worse are taken too, by less and less. Neither is sure to find the best.
+annealing (Kirkpatrick et al., 1983): two blocks at a time get other candidates, those of blocks
+alike, or each other's, and changes for the worse are taken too, by less and less. Neither is sure
+to find the best. Both stop by the number of blocks that they evaluate, not by the clock.
 """
 
 from collections.abc import Sequence
-from math import exp
+from math import log
 from random import Random
 
 from rekindle.planner.solve.milp import solution_of
@@ -16,10 +17,15 @@ from rekindle.planner.types import Solution
 
 MAX_BLOCK_EVALUATIONS = 200_000
 """Blocks that are evaluated in a descent, about a third of a second."""
-_MAX_ANNEALING = 250_000
-"""Blocks that are evaluated in annealing, about half a second."""
+_MAX_ANNEALING = 400_000
+"""Blocks that are evaluated in annealing, most of them by half: about half a second."""
 _SWAPS = 0.3
 """The share of tries that have two blocks of a kind swap their candidates."""
+_COPIES = 0.5
+"""Of the other tries, the share that have a block take the candidate of another of its kind.
+
+Candidates that are chosen somewhere are likely to be good elsewhere; most others are not.
+"""
 _HEAT = 0.003
 """How much worse a choice may become at first, as a share of its time."""
 _EXCESS_WEIGHT = 3.0
@@ -58,6 +64,9 @@ class _Search:
         paths = [path for path, _ in profile.order]
         self._calls = [[j for j, other in enumerate(paths) if other == path] for path in paths]
         """At each place, all places of its block."""
+        kinds = [kind for _, kind in profile.order]
+        self._alike = [[j for j, other in enumerate(kinds) if other == kind] for kind in kinds]
+        """At each place, all places of blocks of its kind."""
 
     def rank(self, solution: Solution) -> tuple[int, float]:
         """Bytes above the budget, then seconds: the lower the better."""
@@ -120,7 +129,7 @@ class _Search:
         timeline, count = self._timeline, self._timeline.count
         if any(len(calls) > 1 for calls in self._calls):
             return start  # a block that is called twice has one candidate
-        dice, kinds = Random(0), timeline.profile.order
+        dice = Random(0)
         pairs = sum(map(len, self._menus)) ** 2
         tries = min(_MAX_ANNEALING // count, 4 * pairs)
         whole = start.prediction.seconds or 1.0
@@ -130,21 +139,32 @@ class _Search:
         def cost(rank: tuple[int, float]) -> float:
             return rank[1] / whole + _EXCESS_WEIGHT * rank[0] / max(self._budget, 1)
 
+        def is_hopeless(peak: int, seconds: float) -> bool:
+            return cost((max(timeline.base + peak - self._budget, 0), seconds)) > allowed
+
         cost_now = cost(best_rank)
         for step in range(tries):
-            heat = _HEAT * (1 - step / tries) ** 2
-            one, other = dice.randrange(count), dice.randrange(count)
-            indices = list(now)
-            if kinds[one][1] == kinds[other][1] and dice.random() < _SWAPS:
-                indices[one], indices[other] = indices[other], indices[one]
-            else:
-                indices[one] = dice.randrange(len(self._menus[one]))
-                indices[other] = dice.randrange(len(self._menus[other]))
-            found = timeline.evaluate([timeline.terms[i][k] for i, k in enumerate(indices)])
-            rank = self._rank(found)
-            worse = cost(rank) - cost_now
-            if worse <= 0 or dice.random() < exp(-worse / heat):
-                now, cost_now = indices, cost_now + worse
-                if rank < best_rank:
-                    best, best_rank = indices, rank
+            indices = self._changed(now, dice)
+            allowed = cost_now - _HEAT * (1 - step / tries) ** 2 * log(1 - dice.random())
+            choice = [timeline.terms[i][k] for i, k in enumerate(indices)]
+            found = timeline.evaluate_unless(choice, is_hopeless)
+            if found is None or cost(rank := self._rank(found)) > allowed:
+                continue
+            now, cost_now = indices, cost(rank)
+            if rank < best_rank:
+                best, best_rank = indices, rank
         return solution_of(timeline, best, start.gap)
+
+    def _changed(self, indices: list[int], dice: Random) -> list[int]:
+        """The choice with other candidates at two places, or with theirs swapped."""
+        one, other = dice.randrange(len(indices)), dice.randrange(len(indices))
+        changed = list(indices)
+        if other in self._alike[one] and dice.random() < _SWAPS:
+            changed[one], changed[other] = indices[other], indices[one]
+            return changed
+        for place in (one, other):
+            if dice.random() < _COPIES:
+                changed[place] = indices[dice.choice(self._alike[place])]
+            else:
+                changed[place] = dice.randrange(len(self._menus[place]))
+        return changed

@@ -1,9 +1,11 @@
 """Solves for a candidate for each block: within a budget at the least time, or at the lowest peak.
 
-What nothing moves in, the integer program (`milp`) solves to the gap that it reports. Where
-candidates move results, it is solved with them and without, and a local search on the timeline
-goes on from there: good plans, with no proof of how good. Either may miss the best by what its
-module says.
+Where no candidate moves results, the integer program (`milp`) solves to the gap that it reports.
+Where some do, it is solved without them (with them if nothing fits otherwise), and a local search
+on the timeline goes on from there: good plans, with no proof of how good. Starts from a program
+with the candidates that move results were tried as well: they cost most of the time, HiGHS stopped
+by the clock in them, and annealing led to plans as good without. Either may miss the best by what
+its module says.
 """
 
 from collections.abc import Callable
@@ -22,13 +24,11 @@ def choose(profile: Profile, budget: int) -> Solution | None:
         return _within(Timeline(profile), budget)
     timeline = Timeline(profile)
     still = milp.fastest(Timeline(without_offload(profile)), budget, ROUGH)
-    moving = milp.fastest(timeline, budget, ROUGH)
-    starts = [solution for solution in (still, moving) if solution is not None]
-    starts += [_spread(timeline, solution) for solution in starts[-1:]]
-    best = local_search(timeline, starts or [_least_held(timeline)], budget)
-    best = anneal(timeline, best, budget)
-    if best.prediction.peak > budget:
-        best = anneal(timeline, least_peak(profile), budget)
+    start = still or milp.fastest(timeline, budget, ROUGH)
+    starts = [start, _spread(timeline, start)] if start else []
+    if all(each.prediction.peak > budget for each in starts):
+        starts.append(least_peak(profile))
+    best = anneal(timeline, local_search(timeline, starts, budget), budget)
     return best if best.prediction.peak <= budget else None
 
 
