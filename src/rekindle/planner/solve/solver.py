@@ -1,11 +1,11 @@
 """Solves for a candidate for each block: within a budget at the least time, or at the lowest peak.
 
 Where no candidate moves results, the integer program (`milp`) solves to the gap that it reports.
-Where some do, it is solved without them (with them if nothing fits otherwise), and a local search
-on the timeline goes on from there: good plans, with no proof of how good. Starts from a program
-with the candidates that move results were tried as well: they cost most of the time, HiGHS stopped
-by the clock in them, and annealing led to plans as good without. Either may miss the best by what
-its module says.
+Where some do, it is solved without them (with them too if nothing fits otherwise, or if there are
+many blocks, all alike), and a local search on the timeline goes on from there: good plans, with no
+proof of how good. More starts from a program with the candidates that move results were tried: they
+cost most of the time, HiGHS was stopped by the clock, and annealing led to plans as good without.
+Either may miss the best by what its module says.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,9 @@ from rekindle.planner.solve.milp import EXACT, ROUGH
 from rekindle.planner.timeline import Timeline
 from rekindle.planner.types import Candidate, Profile, Solution
 
+_DEEP = 64
+"""Alike blocks of which more leave annealing too few tries to find on its own which should move."""
+
 
 def choose(profile: Profile, budget: int) -> Solution | None:
     """The fastest choice whose predicted peak is within a budget; None if none is found."""
@@ -24,8 +27,10 @@ def choose(profile: Profile, budget: int) -> Solution | None:
         return _within(Timeline(profile), budget)
     timeline = Timeline(profile)
     still = milp.fastest(Timeline(without_offload(profile)), budget, ROUGH)
-    start = still or milp.fastest(timeline, budget, ROUGH)
-    starts = [start, _spread(timeline, start)] if start else []
+    is_deep = len(profile.blocks) == 1 and timeline.count > _DEEP
+    moving = None if still and not is_deep else milp.fastest(timeline, budget, ROUGH)
+    starts = [start for start in (still, moving) if start is not None]
+    starts += [_spread(timeline, start) for start in starts[-1:]]
     if all(each.prediction.peak > budget for each in starts):
         starts.append(least_peak(profile))
     best = anneal(timeline, local_search(timeline, starts, budget), budget)
