@@ -9,7 +9,7 @@ pytest.importorskip("scipy")
 
 from rekindle.planner.timeline import Moment, Timeline
 from rekindle.planner.types import Candidate, Profile
-from tests.planner.test_solve import random_profile
+from tests.planner.random_profiles import random_profile
 
 every_seed = pytest.mark.parametrize("seed", range(12))
 

@@ -11,7 +11,7 @@ import rekindle
 from rekindle._api import planning
 from rekindle.planner import progress
 from rekindle.planner.progress import Progress, count_progress, report_progress, show_progress
-from tests.planner.test_solve import random_profile
+from tests.planner.random_profiles import random_profile
 from tests.toys import Stack
 
 pytest.importorskip("scipy")

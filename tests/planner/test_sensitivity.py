@@ -15,7 +15,7 @@ from rekindle.planner.solve import solver
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import BlockProfile, Candidate, Nearby, Profile, Solution
 from rekindle.strategy import Keep, Recompute
-from tests.planner.test_solve import (
+from tests.planner.random_profiles import (
     GAP,
     MIB,
     all_choices,

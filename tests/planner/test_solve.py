@@ -4,7 +4,6 @@ import itertools
 import random
 import re
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
@@ -12,152 +11,27 @@ import rekindle
 from rekindle.planner.solve.local_search import anneal, local_search
 from rekindle.planner.solve.solver import choose, least_peak
 from rekindle.planner.timeline import Timeline, simulate
-from rekindle.planner.types import BlockProfile, Candidate, Prediction, Profile, Solution
+from rekindle.planner.types import BlockProfile, Candidate, Profile, Solution
 from rekindle.sizes import parse_bytes
-from rekindle.strategy import Keep, NumberedOps, Recompute, Selective, Strategy
+from rekindle.strategy import Keep, Recompute
+from tests.planner.random_profiles import (
+    GAP,
+    GIB,
+    LINK_GAP,
+    MIB,
+    MOVE_ONE,
+    all_choices,
+    budgets,
+    chosen,
+    every_profile,
+    every_scale,
+    fastest,
+    of_one_kind_and_of_two,
+    random_profile,
+    with_and_without_a_link,
+)
 
 pytest.importorskip("scipy")
-
-KIB, MIB, GIB = 2**10, 2**20, 2**30
-GAP = 1e-3
-"""A share of the time: more than HiGHS is asked for, less than anybody would notice."""
-LINK_GAP = 0.04
-"""With a link, the solver's view of the step is rough, and its answer is improved step by step."""
-
-
-WHOLE: dict[str, Strategy] = {"keep": Keep(), "recompute": Recompute()}
-MOVE_ONE = Selective(NumberedOps(offloaded=(1,)))
-
-
-def random_option(
-    draw: random.Random, fate: str, size: int, second: float, link: bool
-) -> Candidate:
-    """More held, less to run again; what is moved is not held."""
-    share = {"keep": 1.0, "recompute": 0.1}.get(fate) or draw.uniform(0.15, 0.9)
-    held = int(share * size)
-    moved = int(draw.uniform(0.2, 0.9) * held) if link and fate == "select" else 0
-    forward = second * draw.uniform(1, 1.3)
-    results = {"offloaded" if moved else "kept": (1, 2)}
-    return Candidate(
-        Selective(NumberedOps(**results)) if fate == "select" else WHOLE[fate],
-        bytes_held=held - moved,
-        bytes_moved=moved,
-        largest_moved=moved // 2,
-        forward_seconds=forward,
-        backward_seconds=2 * forward + (1 - share) * second * draw.uniform(0.5, 1.5),
-        forward_peak=int(held * draw.uniform(1, 1.4)),
-        backward_peak=int(size * draw.uniform(0.2, 1.2)),
-    )
-
-
-@cache
-def random_profile(
-    seed: int,
-    *,
-    kinds: int = 2,
-    blocks: int = 5,
-    link: bool = True,
-    unit: int = MIB,
-    second: float = 1e-3,
-) -> Profile:
-    """Kinds of blocks in any order, with menus of four; link: an option moves some bytes."""
-    draw = random.Random(seed)
-    known = []
-    for name in ("Left", "Right")[:kinds]:
-        size = int(draw.uniform(50, 150) * unit)
-        fates = [("keep", False), ("recompute", False), ("select", False), ("select", link)]
-        menu = tuple(random_option(draw, fate, size, second, moves) for fate, moves in fates)
-        known.append(BlockProfile(name, name, menu))
-    order = tuple((f"blocks.{i}", draw.randrange(kinds)) for i in range(blocks))
-    return Profile(
-        model="Toy",
-        device="none",
-        batch="a batch",
-        static_bytes=int(draw.uniform(0, 300) * unit),
-        before_bytes=int(draw.uniform(0, 30) * unit),
-        rest_peak=int(draw.uniform(0, 200) * unit),
-        rest_seconds=second,
-        bytes_per_second=100 * unit / second / 3 if link else 0.0,
-        blocks=tuple(known),
-        order=order,
-    )
-
-
-def layers(count: int, kinds: int = 1) -> Profile:
-    """The layers of a large model, with menus as long as one that was measured."""
-    known = tuple(
-        BlockProfile(f"Layer{i}", f"Layer{i}", long_menu((1.7 - 0.4 * i) * GIB))
-        for i in range(kinds)
-    )
-    order = tuple((f"layers.{i}", i % kinds) for i in range(count))
-    return Profile("Llama", "none", "a batch", 0, 64 * MIB, GIB, 5e-3, 55e9, known, order)
-
-
-def long_menu(size: float) -> tuple[Candidate, ...]:
-    shares = (1.0, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-    menu = [
-        Candidate(
-            Keep() if share == 1 else Recompute() if share == 0.1 else Selective(NumberedOps((1,))),
-            bytes_held=int(share * size),
-            forward_seconds=8e-3,
-            backward_seconds=16e-3 + (1 - share) ** 2 * 7.7e-3,
-            forward_peak=int((share + 0.1) * size),
-            backward_peak=int((1.3 - share) * size),
-        )
-        for share in shares
-    ]
-    menu += [
-        replace(
-            o,
-            strategy=MOVE_ONE,
-            bytes_held=o.bytes_held // 9,
-            bytes_moved=8 * o.bytes_held // 9,
-        )
-        for o in menu
-        if isinstance(o.strategy, Selective)
-    ]
-    return tuple(menu)
-
-
-@cache
-def all_choices(profile: Profile) -> list[Prediction]:
-    """The predictions of every choice there is. Several tests look at the same profiles."""
-    menus = [profile.candidates(i) for i in range(len(profile.order))]
-    return [simulate(profile, options) for options in itertools.product(*menus)]
-
-
-BUDGETS = 8
-
-
-def budgets(choices: list[Prediction]) -> list[int]:
-    """From the lowest peak there is to the highest; the same for every test, to solve each once."""
-    peaks = sorted({choice.peak for choice in choices})
-    return [peaks[i * (len(peaks) - 1) // (BUDGETS - 1)] for i in range(BUDGETS)]
-
-
-def fastest(choices: list[Prediction], budget: int) -> float:
-    return min(choice.seconds for choice in choices if choice.peak <= budget)
-
-
-@cache
-def chosen(profile: Profile, budget: int) -> Solution:
-    """The solver's choice, of which several tests check one property each."""
-    choice = choose(profile, budget)
-    assert choice is not None, "something fits"
-    return choice
-
-
-SEEDS = range(8)
-every_profile = pytest.mark.parametrize("seed", SEEDS)
-of_one_kind_and_of_two = pytest.mark.parametrize("kinds", [1, 2], ids=["one kind", "two kinds"])
-with_and_without_a_link = pytest.mark.parametrize("link", [True, False], ids=["link", "no link"])
-SCALES = {
-    "a large model": (16 * MIB, 1e-1),
-    "a usual model": (MIB, 1e-3),
-    "a toy": (KIB, 1e-5),
-    "a toy's toy": (7, 1e-6),  # contrived: so small that a solver's tolerances would show
-}
-every_scale = pytest.mark.parametrize(("unit", "second"), SCALES.values(), ids=SCALES)
 
 
 @every_profile
@@ -345,7 +219,7 @@ def test_with_room_for_all_the_fastest_is_taken() -> None:
     assert chosen(profile, 100 * GIB).prediction.seconds == simulate(profile, best).seconds
 
 
-def test_of_options_that_take_the_same_time_the_one_that_holds_less_is_taken() -> None:
+def test_of_candidates_that_take_the_same_time_the_one_that_holds_less_is_taken() -> None:
     more = Candidate(Keep(), bytes_held=9 * MIB, forward_seconds=1.0, backward_seconds=1.0)
     less = replace(more, strategy=Recompute(), bytes_held=3 * MIB)
     block = BlockProfile("Block", "Block", (more, less))
@@ -387,97 +261,3 @@ def test_two_blocks_that_are_better_changed_together_are() -> None:
     timeline = Timeline(profile)
     assert local_search(timeline, [start], budget).candidates == first
     assert anneal(timeline, start, budget).candidates == (one[1], other[1])
-
-
-def test_every_block_of_a_plan_has_its_path_and_kind_in_the_order_of_the_forward() -> None:
-    profile = random_profile(3)
-    plan = rekindle.solve(profile, "70%")
-    kinds = [(path, profile.blocks[index].kind) for path, index in profile.order]
-    assert [(path, kind) for path, kind, _ in plan.blocks] == kinds
-
-
-def test_a_plan_says_what_happens_without_it() -> None:
-    profile = random_profile(3, link=False)
-    keep = [profile.candidates(i)[0] for i in range(len(profile.order))]
-    plan = rekindle.solve(profile, "80%")
-    plain = simulate(profile, keep)
-    assert (plan.plain_peak, plan.plain_time) == (plain.peak, plain.seconds)
-
-
-def test_a_share_is_one_of_the_peak_of_activations() -> None:
-    profile = random_profile(3)
-    keep = [profile.candidates(i)[0] for i in range(len(profile.order))]
-    activations = simulate(profile, keep).peak - profile.static_bytes
-    assert rekindle.solve(profile, "80%").budget == profile.static_bytes + int(0.8 * activations)
-
-
-@pytest.mark.parametrize("share", ["90%", "50%", "25%"])
-def test_a_plan_of_128_layers_is_as_good_as_there_is(share: str) -> None:
-    plan = rekindle.solve(layers(128, 1), share)
-    assert plan.predicted_peak <= plan.budget
-    assert plan.gap <= 1e-3
-
-
-def test_a_frontier_begins_where_no_memory_is_saved() -> None:
-    profile = random_profile(0, link=False)
-    best = min(choice.seconds for choice in all_choices(profile))
-    assert rekindle.frontier(profile)[0].seconds == pytest.approx(best, rel=GAP)
-
-
-@every_profile
-@of_one_kind_and_of_two
-def test_a_frontier_ends_at_the_least_that_works(seed: int, kinds: int) -> None:
-    profile = random_profile(seed, kinds=kinds)
-    least = min(choice.peak for choice in all_choices(profile))
-    assert rekindle.frontier(profile)[-1].peak == pytest.approx(least, rel=3e-3)
-
-
-@every_profile
-def test_along_a_frontier_peaks_fall_and_times_rise(seed: int) -> None:
-    points = rekindle.frontier(random_profile(seed))
-    for point, after in itertools.pairwise(points):
-        assert after.peak < point.peak
-        assert after.seconds >= point.seconds * (1 - GAP)
-
-
-def test_a_point_of_a_frontier_is_what_its_plan_predicts() -> None:
-    for point in rekindle.frontier(random_profile(2)):
-        assert (point.peak, point.seconds) == (
-            point.plan.predicted_peak,
-            point.plan.predicted_time,
-        )
-        assert point.peak <= point.plan.budget
-
-
-def test_a_frontier_has_at_most_the_points_asked_for() -> None:
-    profile = random_profile(0)
-    assert len(rekindle.frontier(profile, 1)) == 1
-    assert len(rekindle.frontier(profile, 3)) <= 3
-
-
-@pytest.mark.parametrize("points", [0, -1])
-def test_a_frontier_without_points_is_refused(points: int) -> None:
-    with pytest.raises(ValueError, match="points"):
-        rekindle.frontier(random_profile(0), points)
-
-
-@pytest.mark.parametrize("budget", ["0%", "-5%", "nan%", "inf%", "%", "5 percent", "", "-1", "4GX"])
-def test_a_budget_that_is_no_size_and_no_share_is_refused(budget: str) -> None:
-    with pytest.raises(ValueError, match="budget"):
-        rekindle.solve(random_profile(0), budget)
-
-
-@pytest.mark.parametrize("budget", [True, 1.5, None, [1]])
-def test_a_budget_of_another_type_is_refused(budget: object) -> None:
-    with pytest.raises(TypeError, match="budget"):
-        rekindle.solve(random_profile(0), budget)  # type: ignore[arg-type]
-
-
-def test_a_negative_budget_is_refused() -> None:
-    with pytest.raises(ValueError, match="negative"):
-        rekindle.solve(random_profile(0), -1)
-
-
-def test_solve_takes_a_profile_and_nothing_else() -> None:
-    with pytest.raises(TypeError, match="profile"):
-        rekindle.solve("a model", "50%")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import rekindle
 from rekindle.planner.solve import milp as program
 from rekindle.planner.trace.block_calls import BlockCall
 from rekindle.planner.trace.block_trace import trace_block
-from tests.planner.test_solve import layers
+from tests.planner.random_profiles import layers
 from tests.toys import Stack
 
 pytest.importorskip("scipy")
