@@ -6,6 +6,7 @@ from typing import Any
 from rekindle.torch_private.dynamo_tracing import called_while_tracing
 from rekindle.torch_private.partitioned_graphs import (
     in_compilation,
+    is_tracing_export,
     pass_over_graph_pairs,
     when_compilation_ends,
 )
@@ -20,8 +21,9 @@ def install_passes() -> None:
 
     Called where a region enters a graph: by Dynamo, as a constant, where a region is handed over;
     and where a policy's contexts for a graph are made, for regions that torch's own function runs.
+    `torch.export` makes no pair of graphs, and does not say when it ends.
     """
-    if _installed or not in_compilation():
+    if _installed or not in_compilation() or is_tracing_export():
         return
     passes = pass_over_graph_pairs(_run_passes)
     passes.__enter__()
