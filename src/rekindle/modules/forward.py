@@ -38,7 +38,10 @@ _OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
 
 
 class _NotScriptableError(RekindleError, AttributeError):
-    """Somebody scripts a module that has a strategy; to `hasattr` an attribute that is missing."""
+    """A module that runs by a strategy cannot be scripted.
+
+    An `AttributeError` too, so that `hasattr` says that the attribute is missing.
+    """
 
 
 class Forward:
