@@ -170,6 +170,54 @@ def footprint(results: dict[str, Any]) -> str:
     return table([*heads, "plan's peak, GiB (predicted)", "`fit`, s"], rows)
 
 
+def zoo(results: dict[str, Any]) -> str:
+    """Time and activation peak of models under their own checkpointing and under plans."""
+    rows = results["results"]
+    models = {row["model"]: row["title"] for row in rows}
+    cells = {(row["model"], row["strategy"]): row for row in rows}
+    fits = sorted({r["strategy"] for r in rows if r["strategy"].startswith("fit ")}, key=_by_share)
+    heads = ["time at activation peak (times plain)", "gc"]
+    heads += [_name_of_fit(name) for name in fits] + ["planning, s (steps)"]
+    lines = []
+    for model, title in models.items():
+        failed = cells.get((model, "process"))
+        planned = [cells[model, name] for name in fits if (model, name) in cells]
+        longest = max((row["planning_seconds"] or 0.0 for row in planned), default=0.0)
+        steps = max((row["planning_steps"] or 0.0 for row in planned), default=0.0)
+        lines.append(
+            [
+                title,
+                _zoo_cell(cells.get((model, "gc"), None if (model, "plain") in cells else failed)),
+                *(_zoo_cell(cells.get((model, name), failed)) for name in fits),
+                f"{longest:.1f} ({steps:.0f})" if planned else "",
+            ]
+        )
+    return table(heads, lines)
+
+
+def _by_share(name: str) -> tuple[bool, float]:
+    """Sort the largest share first, and the budget of the model's own checkpointing last."""
+    share = name.removeprefix("fit ")
+    return (True, 0.0) if share == "gc" else (False, -float(share))
+
+
+def _name_of_fit(name: str) -> str:
+    share = name.removeprefix("fit ")
+    return "fit, as gc (line)" if share == "gc" else f"fit {float(share):.0%} (line)"
+
+
+def _zoo_cell(row: dict[str, Any] | None) -> str:
+    """A time at a peak; of a plan, with the time of the line between plain and gc at this peak."""
+    if row is None:
+        return "none"
+    if row["time_ratio"] is None:
+        error = row["error"] or "not measured"
+        return "refused" if error.startswith("BudgetError") else error.split(":")[0]
+    text = f"{row['time_ratio']:.2f} at {row['peak_ratio']:.2f}"
+    has_line = row["strategy"].startswith("fit ") and row["line_ratio"] is not None
+    return f"{text} ({row['line_ratio']:.2f})" if has_line else text
+
+
 def source(results: dict[str, Any], command: str) -> str:
     device = results["device"] if results["device"] != "cpu" else "CPU, one thread"
     return f"`{command}`, one run on {device}, torch {results['torch']}:"
@@ -191,6 +239,8 @@ def pages() -> dict[Path, list[str]]:
         for name, command in (("h200", f"{fifth} --shape 8b --layers 8 32"), ("cpu", fifth))
         if (path := RESULTS / f"planning-{name}.json").exists()
     ]
+    kept = RESULTS / "zoo-h200.json"
+    models = [json.loads(kept.read_text())] if kept.exists() else []
     first, second = "scripts/bench overhead", "scripts/bench recompute --shape all"
     third = "scripts/bench offload --shape all"
     short = ["torch", "torch reentrant", "rekindle"]
@@ -223,6 +273,7 @@ def pages() -> dict[Path, list[str]]:
                 source(planned, fourth),
                 budget(planned),
                 *(part for r, by in counted for part in (source(r, by), planning(r))),
+                *(part for r in models for part in (source(r, "scripts/bench zoo"), zoo(r))),
             ),
         ],
         ROOT / "docs" / "compile.md": [

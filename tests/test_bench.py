@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from benchmarks import plot
 from benchmarks.decoder import SHAPES, Block, RunBlock, Shape
 from benchmarks.figures import budget as budget_table
 from benchmarks.figures import planning as planning_table
+from benchmarks.figures import zoo as zoo_table
 from benchmarks.strategies import (
     TORCH_EVERY_SECOND,
     TORCH_SELECTIVE,
@@ -138,26 +140,91 @@ def test_a_table_of_planning_has_a_row_for_each_number_of_layers() -> None:
     ]
 
 
-def test_the_picture_is_made_from_the_results() -> None:
+def test_the_zoo_measures_a_model_by_its_own_checkpointing_and_by_plans() -> None:
+    pytest.importorskip("scipy")
+    pytest.importorskip("transformers")
+    from benchmarks.zoo_measure import measure  # noqa: PLC0415
+    from benchmarks.zoo_models import FAMILIES  # noqa: PLC0415
+
+    reported: list[Any] = []
+    rows = measure("vit", FAMILIES["vit"], ["0.6", "gc"], 0.0, "cpu", reported.append)
+    assert [r.strategy for r in rows] == ["plain", "gc", "recompute all", "fit 0.6", "fit gc"]
+    assert [len(part) for part in reported] == [3, 4, 5, 5, 5]
+    assert all(r.gradients == "identical" for r in rows)
+    assert all(r.peak_ratio is not None and r.time_ratio is not None for r in rows)
+    assert all((r.budget_ratio is not None) == r.strategy.startswith("fit") for r in rows)
+    assert all(r.peak_ratio <= r.budget_ratio for r in rows if r.peak_ratio and r.budget_ratio)
+    assert all(sum(r.plan.values()) == 4 for r in rows if r.plan)
+
+
+def test_the_line_goes_from_plain_to_checkpointing_and_not_below_its_peak() -> None:
+    from benchmarks.zoo_measure import line_between  # noqa: PLC0415
+
+    assert [line_between(0.2, 1.4, at) for at in (1.0, 0.6, 0.2, 0.1)] == [1.0, 1.2, 1.4, 1.4]
+    assert line_between(1.0, 1.4, 0.5) is None
+
+
+def zoo_row(model: str, strategy: str, **figures: Any) -> dict[str, Any]:
+    none = ("time_ratio", "peak_ratio", "line_ratio", "planning_seconds", "planning_steps", "error")
+    named = {"model": model, "title": model.upper(), "strategy": strategy}
+    return {**dict.fromkeys(none), **named, **figures}
+
+
+def zoo_result() -> dict[str, Any]:
+    planning = {"planning_seconds": 4.0, "planning_steps": 11.0}
+    at_60 = {"time_ratio": 1.1, "peak_ratio": 0.59, "line_ratio": 1.2}
+    rows = [
+        zoo_row("bert", "plain", time_ratio=1.0, peak_ratio=1.0, line_ratio=1.0),
+        zoo_row("bert", "gc", time_ratio=1.3, peak_ratio=0.3, line_ratio=1.3),
+        zoo_row("bert", "fit gc", time_ratio=1.25, peak_ratio=0.29, line_ratio=1.3, **planning),
+        zoo_row("bert", "fit 0.6", **at_60, **planning),
+        zoo_row("unet", "plain", time_ratio=1.0, peak_ratio=1.0),
+        zoo_row("unet", "fit 0.6", error="BudgetError: No plan fits.", **planning),
+        zoo_row("swin", "process", error="not done in 9 s"),
+    ]
+    return {"results": rows}
+
+
+def test_a_table_of_the_zoo_has_a_row_for_each_model_also_where_nothing_was_measured() -> None:
+    head, _, *rows = zoo_table(zoo_result()).splitlines()
+    assert head.endswith("| gc | fit 60% (line) | fit, as gc (line) | planning, s (steps) |")
+    assert rows == [
+        "| BERT | 1.30 at 0.30 | 1.10 at 0.59 (1.20) | 1.25 at 0.29 (1.30) | 4.0 (11) |",
+        "| UNET | none | refused | none | 4.0 (11) |",
+        "| SWIN | not done in 9 s | not done in 9 s | not done in 9 s |  |",
+    ]
+
+
+def test_the_zoo_is_drawn_without_models_that_have_no_figures() -> None:
+    pytest.importorskip("matplotlib")
+    drawn = plot.ZOO.drawn(zoo_result())
+    assert drawn == plot.ZOO.drawn(zoo_result())
+    assert ">BERT<" in drawn
+    assert ">SWIN<" not in drawn
+
+
+every_picture = pytest.mark.parametrize("picture", plot.PICTURES, ids=lambda p: p.path.stem)
+
+
+@every_picture
+def test_a_picture_is_made_from_the_results(picture: plot.Picture) -> None:
     """`python -m benchmarks.plot` writes it."""
-    assert plot.is_current()
+    assert picture.is_current()
 
 
-def test_a_picture_of_other_results_is_out_of_date(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result = json.loads(plot.RESULT.read_text())
+def test_a_picture_of_other_results_is_out_of_date(tmp_path: Path) -> None:
+    result = json.loads(plot.BUDGET.result.read_text())
     result["results"][0]["time_ratio"] += 0.01
     other = tmp_path / "budget.json"
     other.write_text(json.dumps(result))
-    monkeypatch.setattr(plot, "RESULT", other)
-    assert not plot.is_current()
+    assert not replace(plot.BUDGET, result=other).is_current()
 
 
-def test_the_same_results_give_the_picture_that_is_there() -> None:
+@every_picture
+def test_the_same_results_give_the_picture_that_is_there(picture: plot.Picture) -> None:
     mpl = pytest.importorskip("matplotlib")
-    result, there = json.loads(plot.RESULT.read_text()), plot.PICTURE.read_text()
-    drawn = plot.drawn(result)
-    assert drawn == plot.drawn(result)
+    result, there = json.loads(picture.result.read_text()), picture.path.read_text()
+    drawn = picture.drawn(result)
+    assert drawn == picture.drawn(result)
     if f"Matplotlib v{mpl.__version__}," in there:  # another draws the same a little otherwise
         assert drawn == there
