@@ -27,7 +27,7 @@ pytest.importorskip("scipy")
 def without_times(profile: rekindle.Profile) -> list[Any]:
     """All there is of a profile but times, in pieces that are easily told apart."""
     return [
-        replace(profile, rest_seconds=0.0, planning_peak=None, blocks=()),
+        replace(profile, rest_seconds=0.0, recompute_seconds=0.0, planning_peak=None, blocks=()),
         *(replace(block, candidates=()) for block in profile.blocks),
         *(
             replace(option, forward_seconds=0.0, backward_seconds=0.0, seconds_noise=0.0)

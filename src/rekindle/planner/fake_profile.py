@@ -60,7 +60,9 @@ def _fake_profile_by(
     with with_fake_tensors(model, batch, as_on=like.device) as given, OpClock(_TIMELESS) as clock:
         measured_on = MeasuringDevice(CPU, like.device, clock, like.bytes_per_second, known=like)
         found = profile_model(model, given, optimizer_bytes(optimizer), measured_on, loss)
-        return replace(found, rest_seconds=like.rest_seconds)
+        return replace(
+            found, rest_seconds=like.rest_seconds, recompute_seconds=like.recompute_seconds
+        )
 
 
 def _device(model: nn.Module, like: str | Device | None) -> Device:

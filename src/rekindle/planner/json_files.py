@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rekindle.planner import json_schema
 
-_VERSION = 6
+_VERSION = 7
 _OLDEST = 4
 _Value = TypeVar("_Value")
 
@@ -59,6 +59,11 @@ Fields = dict[str, Any]
 
 def _from_4(values: Fields) -> Fields:
     """Version 5 has more fields, each with a default, and is read strictly."""
+    return values
+
+
+def _from_6(values: Fields) -> Fields:
+    """Version 7 has more fields, each with a default, and is read strictly."""
     return values
 
 
@@ -148,5 +153,5 @@ def _each(found: Any, change: Callable[[Any], Any]) -> Any:
     return [change(each) for each in found] if isinstance(found, list) else found
 
 
-_MIGRATIONS: dict[int, Callable[[Fields], Fields]] = {4: _from_4, 5: _from_5}
+_MIGRATIONS: dict[int, Callable[[Fields], Fields]] = {4: _from_4, 5: _from_5, 6: _from_6}
 """By version: the function that makes the fields of the next version."""

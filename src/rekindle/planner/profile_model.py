@@ -35,13 +35,12 @@ from rekindle.planner.ranks.joint_candidates import agree_on_candidates, worst_o
 from rekindle.planner.ranks.rank_sync import all_gather, raised_on_all_ranks
 from rekindle.planner.ranks.worst_case import MergedTrace, merge_traces, worst_case
 from rekindle.planner.timeline import cached_after_blocks, simulate
-from rekindle.planner.trace.block_calls import Arguments, BlockCall
-from rekindle.planner.trace.block_signature import block_key, settings_of
+from rekindle.planner.trace.block_calls import BlockCall
+from rekindle.planner.trace.block_signature import has_signature
 from rekindle.planner.trace.block_trace import trace_block
 from rekindle.planner.trace.step_trace import trace_step
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockKey, BlockProfile, Candidate, Profile, StepTrace
-from rekindle.regions.recompute import ambient
 from rekindle.strategy import Recompute, TierName
 from rekindle.torch_private.fsdp import gathered_around
 
@@ -107,6 +106,7 @@ def profile_model(
         profile = worst_case(all_gather(profile), profile)
         in_blocks = simulate(profile, _recomputing_all(profile)).seconds
         profile = replace(profile, rest_seconds=max(merged.seconds - in_blocks, 0.0))
+        profile = replace(profile, recompute_seconds=merged.seconds)
         if measured_on.host_runs_ahead:
             report_progress("whole step")
             profile = calibrate_to_whole_step(
@@ -121,12 +121,7 @@ def _trace(
     step: TrainingStep, blocks: dict[str, nn.Module], measured_on: MeasuringDevice
 ) -> tuple[StepTrace, dict[BlockKey, BlockCall]]:
     """Trace the step; an error if it runs no block."""
-    settings = settings_of(blocks)
-
-    def key_of(path: str, arguments: Arguments, around: ambient.Ambient) -> BlockKey:
-        return block_key(blocks[path], settings[path], arguments, around)
-
-    trace, calls = trace_step(step, blocks, measured_on.device, measured_on.clock, key_of)
+    trace, calls = trace_step(step, blocks, measured_on.device, measured_on.clock)
     if not trace.order:
         raise ValueError("The step ran none of the model's blocks: does it call the model?")
     return trace, calls
@@ -184,7 +179,7 @@ def _profile_block(
         measured = {name: with_names(each, trace) for name, each in measured.items()}
     kept = with_casts(tuple(undominated(worst_of_ranks(measured))))
     output_freed = _NOT_RUN if benchmark is None else benchmark.output_freed
-    return BlockProfile(kind, key.signature, kept, key.ambient, output_freed)
+    return BlockProfile(kind, key.signature, kept, key.ambient, output_freed, key.ops)
 
 
 _NOT_RUN = 2**62
@@ -193,17 +188,24 @@ agree on the least count, so this one never decides."""
 
 
 def _known_block(known: Profile, path: str, key: BlockKey) -> BlockProfile:
-    """Return a block of another profile that has the same signature."""
-    found = [block for block in known.blocks if block.signature == key.signature]
-    if len(found) > 1:  # the ambient state names devices, too, which need not be the same
-        found = [block for block in found if block.around == key.ambient]
+    """Return a block of another profile that has the same signature.
+
+    Of several, it is the one that has the path there. Ambient states and ops tell little: they name
+    devices, and kernels of devices, which need not be the same.
+    """
+    found = [block for block in known.blocks if has_signature(block.signature, key.signature)]
+    if len(found) > 1:
+        there = [known.blocks[index] for other, index in known.order if other == path]
+        found = [block for block in there if block in found] or [
+            block for block in found if block.around == key.ambient
+        ]
     if not found:
         measured = "".join(f"\n  {block.signature}" for block in known.blocks)
         raise ValueError(
             f"The block {path!r} is not among those that were measured on {known.device}:\n"
             f"  {key.signature}\nThose are:{measured}"
         )
-    return replace(found[0], around=key.ambient)
+    return replace(found[0], signature=key.signature, around=key.ambient, ops=key.ops)
 
 
 def _assemble(

@@ -39,9 +39,11 @@ class BlockKey(NamedTuple):
     """The key of a distinct block: calls of blocks with equal keys cost the same."""
 
     signature: str
-    """Class, parameters, settings and inputs, as text."""
+    """Class, parameters and inputs, as text."""
     ambient: str
     """The state around the call, such as autocast, as text."""
+    ops: str = ""
+    """A digest of the ops that the call ran."""
 
 
 @dataclass(frozen=True)
@@ -259,12 +261,15 @@ class BlockProfile:
     kind: str
     """The block's class."""
     signature: str
-    """Text that tells blocks apart: class, parameters, inputs, and plain attributes."""
+    """Text that tells blocks apart: class, parameters and inputs."""
     candidates: tuple[Candidate, ...]
     around: str = ""
     """The ambient state of its calls, such as autocast, which tells blocks apart, too."""
     output_freed: int = 0
     """Bytes of its output that it does not hold itself, by any candidate."""
+    ops: str = ""
+    """A digest of the ops that it runs, which tells blocks with one signature apart; "" in older
+    files."""
 
     def inconsistencies(self) -> Iterator[Inconsistency]:
         """Places where fields of the right types contradict each other, with what is wrong."""
@@ -318,6 +323,8 @@ class Profile:
     """Blocks that the step did not run."""
     recompute_peak: int | None = None
     """The measured peak of a step with every block recomputed."""
+    recompute_seconds: float | None = None
+    """The time of a step with every block recomputed, as it was measured."""
     planning_peak: int | None = None
     """The peak of profiling itself; None where nothing was allocated."""
     cast_epochs: tuple[int, ...] = ()

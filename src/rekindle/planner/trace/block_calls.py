@@ -6,7 +6,7 @@ how many bytes of a block's input live no longer than its forward.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,8 @@ from rekindle.planner.instruments.cast_cache import as_activations, forward_in_a
 from rekindle.planner.instruments.memory_meter import storages_of
 from rekindle.planner.instruments.model_lock import for_this_thread
 from rekindle.planner.ranks.rank_sync import wait_for_all_ranks
+from rekindle.planner.trace.block_signature import block_key
+from rekindle.planner.trace.op_digest import OpDigest, OpDigests, op_digests
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockKey
 from rekindle.regions.recompute import ambient
@@ -27,8 +29,6 @@ from rekindle.torch_private.storages import storage_key
 
 Arguments = tuple[Any, Any]
 """Positional and keyword arguments."""
-KeyOf = Callable[[str, Arguments, ambient.Ambient], BlockKey]
-"""Returns the key of a block's call, by its path, its arguments and the ambient state."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,20 @@ class CollectedCalls:
     """Bytes that each block is given by the one before, and that nothing else holds."""
 
 
-def collect_calls(
-    step: TrainingStep, blocks: dict[str, nn.Module], key_of: KeyOf
-) -> CollectedCalls:
+def collect_calls(step: TrainingStep, blocks: dict[str, nn.Module]) -> CollectedCalls:
     """Run a forward, and collect the calls of distinct blocks."""
-    collector = _CallCollector(key_of)
     with ExitStack() as stack:
+        collector = _CallCollector(stack.enter_context(op_digests()))
         for path, block in blocks.items():
             before = for_this_thread(partial(collector.before_block, path))
-            hook = block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-            stack.callback(hook.remove)
-            after = for_this_thread(collector.after_block)
-            stack.callback(block.register_forward_hook(after).remove)
+            hooks = (  # around those that gather a block's parameters, but digests are inside
+                block.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+                block.register_forward_pre_hook(for_this_thread(collector.before_ops)),
+                block.register_forward_hook(for_this_thread(collector.after_ops), prepend=True),
+                block.register_forward_hook(for_this_thread(collector.after_block)),
+            )
+            for hook in hooks:
+                stack.callback(hook.remove)
         loss = step.loss()
         collector.end_forward()
     wait_for_all_ranks()  # before a backward that one may not come to
@@ -90,15 +92,27 @@ def collect_calls(
 _WeakStorage = weakref.ref[UntypedStorage]
 
 
+@dataclass
+class _RunningCall:
+    """A call of a block that runs."""
+
+    path: str
+    call: BlockCall
+    digest: OpDigest | None = None
+    """The digest of its ops so far; None if the block's key is known."""
+
+
 class _CallCollector:
     """Collects calls by hooks of blocks; it holds no storage but those of the calls."""
 
-    def __init__(self, key_of: KeyOf) -> None:
+    def __init__(self, digests: OpDigests) -> None:
         self.order: list[str] = []
         self.keys: dict[str, BlockKey] = {}
         self.calls: dict[BlockKey, BlockCall] = {}
         self.passed: list[int] = []
-        self._key_of = key_of
+        self._digests = digests
+        self._running: list[_RunningCall] = []
+        """Calls of blocks that run, the innermost last."""
         self._inputs: list[_WeakStorage] = []
         """Storages that the running block was given."""
         self._outputs: list[_WeakStorage] = []
@@ -108,7 +122,7 @@ class _CallCollector:
         before the first block."""
 
     def before_block(self, path: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Copy what the block before returned, and keep the first call with each key."""
+        """Copy what the block before returned, and note the first call of each block."""
         self._count_passed()
         self.order.append(path)
         outputs = _keys(self._outputs)
@@ -126,12 +140,28 @@ class _CallCollector:
         given: Arguments = tree_map(copied, (args, kwargs))
         self._from_last = list(from_last.values())
         self._inputs = _weak_storages(given)
-        if path not in self.keys:
-            around = ambient.snapshot()
-            key = self.keys[path] = self._key_of(path, given, around)
-            if key not in self.calls:
-                self.calls[key] = BlockCall(block, without_graph(given), around)
+        call = BlockCall(block, without_graph(given), ambient.snapshot())
+        self._running.append(_RunningCall(path, call))
         return given
+
+    def before_ops(self, _block: nn.Module, _args: Any) -> None:
+        """Begin the digest of a block's ops, if the block has not run before."""
+        running = self._running[-1]
+        if running.path not in self.keys:
+            running.digest = self._digests.begin()
+
+    def after_ops(self, block: nn.Module, _args: Any, _out: Any) -> None:
+        """End the digest of a block's ops, and keep the first call with each key."""
+        running = self._running.pop()
+        while running.call.block is not block:  # one that failed, and whose error was caught
+            running = self._running.pop()
+        if running.digest is None:
+            return
+        call, ops = running.call, self._digests.finish(running.digest)
+        key = block_key(block, call.arguments, call.ambient, ops)
+        if running.path not in self.keys:
+            self.keys[running.path] = key
+            self.calls.setdefault(key, call)
 
     def after_block(self, _block: nn.Module, _args: Any, out: Any) -> None:
         """Note the storages that a block made."""

@@ -24,7 +24,7 @@ from rekindle.planner.instruments.cast_cache import CacheWatch
 from rekindle.planner.instruments.memory_meter import Meter, metered, unmetered
 from rekindle.planner.instruments.model_lock import for_this_thread
 from rekindle.planner.instruments.timing import Clock
-from rekindle.planner.trace.block_calls import BlockCall, KeyOf, collect_calls
+from rekindle.planner.trace.block_calls import BlockCall, collect_calls
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockKey, StepTrace
 from rekindle.torch_private.pytrees import tree_leaves
@@ -35,7 +35,6 @@ def trace_step(
     blocks: dict[str, nn.Module],
     device: torch.device,
     clock: Clock,
-    key_of: KeyOf,
 ) -> tuple[StepTrace, dict[BlockKey, BlockCall]]:
     """Run a step with every block recomputed; returns its trace, and calls of distinct blocks."""
     apply_strategies(step.model, in_places(step.model, dict.fromkeys(blocks, "recompute")))
@@ -51,7 +50,7 @@ def trace_step(
     else:
         with unmetered():
             seconds = clock.timed(step)
-    collected = collect_calls(step, blocks, key_of)
+    collected = collect_calls(step, blocks)
     undo(step.model)
     trace = replace(recorder.trace(), seconds=seconds, keys=collected.keys, passed=collected.passed)
     if trace.order != collected.order:
