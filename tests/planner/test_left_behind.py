@@ -123,7 +123,7 @@ def test_nothing_is_left_behind_where_it_fails(
     error: type[BaseException], way: str, at: int
 ) -> None:
     model, batch = gpt2()
-    mlp = model.transformer.h[1].mlp  # type: ignore[union-attr, index]
+    mlp = model.transformer.h[0].mlp  # type: ignore[union-attr, index]
     mlp.act = Failing(mlp.act, error, way, at)  # type: ignore[union-attr, arg-type]
     left = Left(model, batch)
     with left.live:

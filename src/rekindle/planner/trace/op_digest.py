@@ -149,5 +149,7 @@ def _describe_tensor(tensor: Tensor) -> str:
     if tensor.layout is not torch.strided:
         return f"{text}{tensor.layout}"
     if type(tensor) in (Tensor, FakeTensor) or is_parameter(tensor):
-        return f"{text}{tensor.stride()}"
+        # Where there is one element, kernels differ in the stride that they give it.
+        strides = (s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+        return f"{text}{tuple(strides)}"
     return f"{text}{type(tensor).__name__}"
