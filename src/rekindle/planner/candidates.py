@@ -226,7 +226,7 @@ def undominated(candidates: list[Candidate]) -> list[Candidate]:
         for candidate, rank in zip(candidates, ranks, strict=True)
         if candidate.strategy in (Keep(), Recompute())
         or not any(
-            _kind(other) == _kind(candidate)
+            kind_of_candidate(other) == kind_of_candidate(candidate)
             and (
                 other_rank < rank
                 if _sizes(other) == _sizes(candidate)
@@ -237,7 +237,8 @@ def undominated(candidates: list[Candidate]) -> list[Candidate]:
     ]
 
 
-def _kind(candidate: Candidate) -> tuple[type, bool, TierName | None]:
+def kind_of_candidate(candidate: Candidate) -> tuple[type, bool, TierName | None]:
+    """The class of a candidate's strategy, whether it moves results, and where to."""
     return type(candidate.strategy), candidate.bytes_moved > 0, candidate.tier
 
 

@@ -7,10 +7,10 @@ from typing import Any
 from rekindle.errors import RekindleError
 from rekindle.planner.plan import Plan
 from rekindle.planner.ranks.rank_sync import all_gather, on_first_rank
-from rekindle.planner.timeline import simulate
+from rekindle.planner.timeline import OUTSIDE_BLOCKS, simulate
 from rekindle.planner.types import Candidate, Prediction, Profile, Solution
 from rekindle.sizes import format_bytes, parse_bytes
-from rekindle.strategy import Keep
+from rekindle.strategy import Keep, Recompute
 
 
 class BudgetError(RekindleError):
@@ -22,18 +22,53 @@ def solved(profile: Profile, limit: int) -> Plan:
     from rekindle.planner.solve import solver  # noqa: PLC0415
 
     def chosen() -> Solution:
-        choice = solver.choose(profile, limit)
+        choice = solver.choose(profile, limit) or recompute_all(profile, limit)
         if choice is not None:
             return choice
-        least = solver.least_peak(profile)
-        least_kib = -(-least.prediction.peak // 1024)
-        raise BudgetError(
-            f"No plan fits into {format_bytes(limit)}. The least that works is {least_kib} KiB, "
-            f"of which {format_bytes(profile.static_bytes)} are parameters, gradients, optimizer "
-            f"state and the batch; the peak is in {least.prediction.at}."
-        )
+        raise BudgetError(_format_least(profile, limit, solver.least_peak(profile).prediction))
 
     return plan_chosen(profile, limit, chosen)
+
+
+def recompute_all(profile: Profile, limit: int) -> Solution | None:
+    """The choice that recomputes every block, if its step was measured to be within a limit.
+
+    What was measured counts, whatever the timeline predicts.
+    """
+    if profile.recompute_peak is None or profile.recompute_peak > limit:
+        return None
+    menus = [profile.candidates(i) for i in range(len(profile.order))]
+    candidates = [each for menu in menus for each in menu if each.strategy == Recompute()]
+    if len(candidates) < len(menus):  # a profile with some of its candidates
+        return None
+    found = simulate(profile, candidates)
+    seconds = profile.recompute_seconds or found.seconds
+    measured = replace(found, peak=min(found.peak, profile.recompute_peak), seconds=seconds)
+    return Solution(tuple(candidates), measured, 1.0)
+
+
+def _format_least(profile: Profile, limit: int, least: Prediction) -> str:
+    """The text of an error: the least that works, what it consists of, and what would help."""
+    peak = min(least.peak, profile.recompute_peak or least.peak)
+    static = profile.static_bytes
+    text = (
+        f"No plan fits into {format_bytes(limit)}. The least that works is {-(-peak // 1024)} KiB, "
+        f"of which {format_bytes(static)} are parameters, gradients, optimizer state and the "
+        f"batch; the peak is in {least.at}."
+    )
+    if static >= limit:
+        return (
+            f"{text} No activation would fit: shard the model, offload the optimizer's state, "
+            "train fewer parameters, or use a smaller dtype."
+        )
+    share = int(100 * (limit - static) / (peak - static))
+    batch = f"A batch of about {share} % of this one" if share else "A far smaller batch"
+    help_ = [f"{batch} would fit"]
+    if least.at == OUTSIDE_BLOCKS:
+        help_.append("a head and loss that run on some tokens at a time take less there")
+    elif not profile.bytes_per_second:
+        help_.append("spill=True moves activations to disk")
+    return f"{text} {'; '.join(help_)}."
 
 
 def plan_chosen(profile: Profile, limit: int, choose: Callable[[], Solution]) -> Plan:

@@ -14,6 +14,9 @@ from typing import Literal, NamedTuple
 
 from rekindle.planner.types import Candidate, Prediction, Profile
 
+OUTSIDE_BLOCKS = "the head and the loss"
+"""The place of a peak between the last block's forward and its backward."""
+
 
 class Terms(NamedTuple):
     """One candidate at one place of the forward: what it adds to the moments of the step."""
@@ -139,7 +142,7 @@ class Timeline:
         paths = [path or "the model" for path, _ in profile.order]
         after_all = range(self._epoch_starts[last], self.count)
         in_backward = after_all if profile.casts_in_backward else range(0)
-        made, head = self._between, "the head and the loss"
+        made, head = self._between, OUTSIDE_BLOCKS
         forwards = [
             Moment(
                 f"the forward of {path}",

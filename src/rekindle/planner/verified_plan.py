@@ -1,8 +1,10 @@
 """Solves for a budget until a measured step agrees: its peak, its time, and its gradients.
 
 A step that peaks higher than the budget is solved again with a lower aim. One that takes longer
-than predicted is compared with plans of fewer strategies: without offload, then without going op by
-op. One whose gradients are wrong gives way to a plan that keeps or recomputes whole blocks.
+than predicted is compared with every plan of fewer strategies that is predicted to be faster than
+it was measured: without offload, without going op by op, of whole blocks. So the plan of whole
+blocks, whose times are those of measured steps, is the floor. A plan whose gradients are wrong
+gives way to it, too.
 """
 
 import logging
@@ -24,6 +26,7 @@ from rekindle.planner.plan_for_budget import (
     plain_prediction,
     plan_by,
     plan_chosen,
+    recompute_all,
     solved,
 )
 from rekindle.planner.progress import report_progress
@@ -38,10 +41,10 @@ _log = logging.getLogger("rekindle")
 _TRIES = 4
 AFFORDABLE_SECONDS = 60.0
 """With `verify="auto"`: the longest predicted step of which the gradients are compared."""
-_LATE = 0.1
-"""Share of the predicted time by which a step may be late."""
-_NOISE_SECONDS = 0.005
-"""Seconds of difference that say nothing: another run would take more, or less."""
+_NOISE = 0.01
+"""Share of a step's time that says nothing: another run would take more, or less."""
+_NOISE_SECONDS = 0.002
+"""The same in seconds, of short steps."""
 _WHOLE_BLOCKS = (Keep(), Recompute())
 
 _MeasuredPlan = tuple[Plan, GradientFingerprints | None]
@@ -90,9 +93,7 @@ def _plan_of_whole_blocks(
     step: TrainingStep, profile: Profile, limit: int, error: GradientError
 ) -> Plan:
     """Return the fastest plan that keeps or recomputes whole blocks; raise `error` without one."""
-    from rekindle.planner.solve import solver  # noqa: PLC0415
-
-    whole = solver.only(profile, lambda candidate: candidate.strategy in _WHOLE_BLOCKS)
+    whole = _whole_blocks(profile)
     try:
         plan, gradients = _fastest_measured_plan(step, whole, limit, "gradients")
         assert gradients is not None, "they were asked for"
@@ -107,21 +108,29 @@ def _plan_of_whole_blocks(
 def _fastest_measured_plan(
     step: TrainingStep, profile: Profile, limit: int, verify: VerifyLevel
 ) -> _MeasuredPlan:
-    """Return the fastest of the plan and, while it is late, plans of fewer strategies."""
+    """Return the fastest of the plan and of plans of fewer strategies that should be faster."""
     best = _measured_plan(step, profile, limit, verify)
+    tried = [best[0].blocks]
     for fewer in _with_fewer_strategies(profile, best[0]):
-        plan = best[0]
-        late = _seconds(plan) - plan.predicted_time
-        if late <= max(_LATE * plan.predicted_time, _NOISE_SECONDS):
+        if _is_as_fast_as(best[0], best[0].predicted_time):
             break
-        report_progress("another plan")
         try:
+            solution = solved(fewer, limit)
+            if solution.blocks in tried or _is_as_fast_as(best[0], solution.predicted_time):
+                continue
+            report_progress("another plan")
             other = _measured_plan(step, fewer, limit, verify)
         except BudgetError:
             continue
-        if _seconds(other[0]) < _seconds(plan):
+        tried.append(other[0].blocks)
+        if _seconds(other[0]) < _seconds(best[0]):
             best = other
     return best
+
+
+def _is_as_fast_as(plan: Plan, seconds: float) -> bool:
+    """Return whether a plan's measured step takes no longer, beyond doubt, than some seconds."""
+    return _seconds(plan) <= seconds + max(_NOISE * seconds, _NOISE_SECONDS)
 
 
 def _seconds(plan: Plan) -> float:
@@ -130,16 +139,27 @@ def _seconds(plan: Plan) -> float:
 
 
 def _with_fewer_strategies(profile: Profile, plan: Plan) -> Iterator[Profile]:
-    """Yield the profile without candidates that offload, then without those that go op by op.
+    """Yield the profile without candidates that offload, without those that go op by op, whole.
 
-    Each of them only if the plan uses such candidates.
+    Each of them only if the plan uses candidates that it is without. The last one has candidates
+    that keep or recompute a whole block alone.
     """
     from rekindle.planner.solve import solver  # noqa: PLC0415
 
+    strategies = [candidate.strategy for _, _, candidate in plan.blocks]
     if plan.offloads:
         yield solver.without_offload(profile)
-    if any(isinstance(candidate.strategy, Selective) for _, _, candidate in plan.blocks):
+    if any(isinstance(strategy, Selective) for strategy in strategies):
         yield solver.only(profile, lambda each: not isinstance(each.strategy, Selective))
+    if any(strategy not in _WHOLE_BLOCKS for strategy in strategies):
+        yield _whole_blocks(profile)
+
+
+def _whole_blocks(profile: Profile) -> Profile:
+    """Return the profile with the candidates that keep or recompute a whole block."""
+    from rekindle.planner.solve import solver  # noqa: PLC0415
+
+    return solver.only(profile, lambda candidate: candidate.strategy in _WHOLE_BLOCKS)
 
 
 def _measured_plan(
@@ -180,11 +200,18 @@ def _measured_plan(
 
 
 def _solve_or_smallest(profile: Profile, aim: int, is_last: bool) -> Solution:
-    """Solve within an aim; else take the smallest peak, which may be lower than predicted."""
+    """Solve within an aim; else take the smallest peak, which may be lower than predicted.
+
+    That is the one of the step with every block recomputed, if no choice is predicted to peak lower
+    than that step was measured.
+    """
     from rekindle.planner.solve import solver  # noqa: PLC0415
 
     solution = None if is_last else solver.choose(profile, aim)
-    return solution or solver.least_peak(profile)
+    if solution is not None:
+        return solution
+    least = solver.least_peak(profile)
+    return recompute_all(profile, least.prediction.peak) or least
 
 
 def _worst_of_ranks(measured: MeasuredStep) -> tuple[int, float]:

@@ -5,7 +5,8 @@ Where some do, it is solved without them (with them too if nothing fits otherwis
 many blocks, all alike), and a local search on the timeline goes on from there: good plans, with no
 proof of how good. More starts from a program with the candidates that move results were tried: they
 cost most of the time, HiGHS was stopped by the clock, and annealing led to plans as good without.
-Either may miss the best by what its module says.
+Either may miss the best by what its module says, but not the best uniform choice (`uniform`), which
+is one of the choices that are compared.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from dataclasses import replace
 from rekindle.planner.solve import milp
 from rekindle.planner.solve.local_search import anneal, local_search
 from rekindle.planner.solve.milp import EXACT, ROUGH
+from rekindle.planner.solve.uniform import best_uniform
 from rekindle.planner.timeline import Timeline
 from rekindle.planner.types import Candidate, Profile, Solution
 
@@ -23,18 +25,31 @@ _DEEP = 64
 
 def choose(profile: Profile, budget: int) -> Solution | None:
     """The fastest choice whose predicted peak is within a budget; None if none is found."""
-    if not moves(profile):
-        return _within(Timeline(profile), budget)
     timeline = Timeline(profile)
+    floor = best_uniform(timeline, budget)
+    if not moves(profile):
+        return _faster(_within(timeline, budget), floor, budget)
     still = milp.fastest(Timeline(without_offload(profile)), budget, ROUGH)
     is_deep = len(profile.blocks) == 1 and timeline.count > _DEEP
     moving = None if still and not is_deep else milp.fastest(timeline, budget, ROUGH)
     starts = [start for start in (still, moving) if start is not None]
     starts += [_spread(timeline, start) for start in starts[-1:]]
+    if floor is not None:  # what it leads to is chosen only if it is no slower than the others
+        starts.append(replace(floor, gap=min([1.0, *(start.gap for start in starts)])))
     if all(each.prediction.peak > budget for each in starts):
         starts.append(least_peak(profile))
     best = anneal(timeline, local_search(timeline, starts, budget), budget)
     return best if best.prediction.peak <= budget else None
+
+
+def _faster(found: Solution | None, floor: Solution | None, budget: int) -> Solution | None:
+    """Of a choice and the best uniform one, the faster that fits; the choice, if they tie."""
+    if floor is None or found is None:
+        return found or floor
+    if found.prediction.peak > budget:
+        return floor
+    is_faster = floor.prediction.seconds < found.prediction.seconds
+    return replace(floor, gap=found.gap) if is_faster else found
 
 
 def _within(timeline: Timeline, budget: int) -> Solution | None:
