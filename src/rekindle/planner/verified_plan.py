@@ -44,7 +44,7 @@ AFFORDABLE_SECONDS = 60.0
 _NOISE = 0.01
 """Share of a step's time that says nothing: another run would take more, or less."""
 _NOISE_SECONDS = 0.002
-"""The same in seconds, of short steps."""
+"""Seconds that say nothing, however short a step is."""
 _WHOLE_BLOCKS = (Keep(), Recompute())
 
 _MeasuredPlan = tuple[Plan, GradientFingerprints | None]

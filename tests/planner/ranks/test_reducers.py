@@ -90,7 +90,7 @@ def test_a_sharded_step_that_fits_is_left_as_it_is(results: RankResults) -> None
     """Gathered parameters count while they are gathered: not all units' at a time."""
     for found in results.of("peaks"):
         assert found["options"] == ["Keep"] * worker.BLOCKS
-        assert found["measured"] == found["step"]
+        assert abs(found["measured"] - found["step"]) <= found["unit"]
 
 
 def test_the_worst_rank_decides_on_a_budget_that_is_a_share(results: RankResults) -> None:
