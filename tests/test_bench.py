@@ -154,7 +154,7 @@ def test_the_zoo_measures_a_model_by_its_own_checkpointing_and_by_plans() -> Non
     assert all(r.peak_ratio is not None and r.time_ratio is not None for r in rows)
     assert all((r.budget_ratio is not None) == r.strategy.startswith("fit") for r in rows)
     assert all(r.peak_ratio <= r.budget_ratio for r in rows if r.peak_ratio and r.budget_ratio)
-    assert all(sum(r.plan.values()) == 4 for r in rows if r.plan)
+    assert all(sum(r.plan.values()) == 5 for r in rows if r.plan)  # embeddings, too
 
 
 def test_the_line_goes_from_plain_to_checkpointing_and_not_below_its_peak() -> None:

@@ -204,7 +204,7 @@ def test_a_model_that_is_one_block_runs_the_larger_call_by_the_new_plan(
     rekindle.fit(model, inputs(SMALL), (curve[0].peak + curve[1].peak) // 2, profile=small)
     assert [option.strategy for _, _, option in plan_of(model).blocks] == [Keep()]
     called = forward_of(model)
-    monkeypatch.setattr("rekindle.planner.fit.profile_model", lambda *_: profile)
+    monkeypatch.setattr("rekindle.planner.fit.profile_model", lambda *_, **__: profile)
     assert same(grads(model, LARGE), plain(model, LARGE))
     assert [type(option.strategy) for _, _, option in plan_of(model).blocks] == [Selective]
     found = forward_of(model)

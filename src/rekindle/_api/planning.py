@@ -17,6 +17,7 @@ from rekindle._api.planning_checks import (
     need_scipy,
     refuse_without_memory,
 )
+from rekindle.modules.blocks import Named, named_blocks
 from rekindle.planner import fit as fit_model
 from rekindle.planner.fake_profile import Like, fake_profile
 from rekindle.planner.fit_request import FitRequest, VerifyLevel
@@ -55,6 +56,7 @@ def profile(
     device: str | torch.device | None = None,
     like: Like = None,
     spill: bool = False,
+    blocks: Named | None = None,
     progress: bool | None = None,
     group: Any = None,
 ) -> Profile:
@@ -89,6 +91,8 @@ def profile(
             of the same model that was measured. If not given, the device that the model is on.
         spill: what a plan sends away goes to disk (the system's folder for temporary files), not
             to host memory; on a CPU, plans send nothing away without it.
+        blocks: the modules that are planned one by one: patterns of paths like `"layers.*"`,
+            classes of modules, or several of them, none inside another. None: they are found.
         progress: whether to show how far it is, once it takes longer than two seconds: a bar on
             stderr (with rich; else lines in the log). None: if stderr is a terminal.
         group: the ranks that run the model together: a process group, or a `DeviceMesh` of one
@@ -97,9 +101,9 @@ def profile(
             themselves. With `device="meta"` each rank goes by itself.
     """
     if is_meta(device):
-        return _profile(model, batch, loss, optimizer, True, like, spill, progress)
+        return _profile(model, batch, loss, optimizer, True, like, spill, blocks, progress)
     with collective("profile", group):
-        return _profile(model, batch, loss, optimizer, False, like, spill, progress)
+        return _profile(model, batch, loss, optimizer, False, like, spill, blocks, progress)
 
 
 def _profile(
@@ -110,9 +114,10 @@ def _profile(
     on_meta: bool,
     like: Like,
     spill: bool,
+    blocks: Named | None,
     progress: bool | None,
 ) -> Profile:
-    check_model(model)
+    check_model(model, blocks)
     check_options(optimizer, spill)
     given = checked_loss(loss, batch)
     check_source_of_times(like, spill, on_meta)
@@ -121,10 +126,10 @@ def _profile(
         require_same_on_ranks(spill=spill, loss="none" if loss is None else "given")
     with show_progress(_progress(progress)):
         if on_meta:
-            found = fake_profile(model, batch, optimizer, like, given)
+            found = fake_profile(model, batch, optimizer, like, given, blocks)
         else:
             measured_on = measuring_device(compute_device(model), spill)
-            found = profile_model(model, batch, optimizer, measured_on, given)
+            found = profile_model(model, batch, optimizer, measured_on, given, blocks)
     if found.loss == "none":
         warn_without_loss(found.batch)
     return found
@@ -233,6 +238,7 @@ def fit(
     optimizer: Any = None,
     profile: Profile | None = None,
     spill: bool = False,
+    blocks: Named | None = None,
     verify: VerifyLevel = "auto",
     progress: bool | None = None,
     group: Any = None,
@@ -270,6 +276,7 @@ def fit(
         profile: what `rekindle.profile` measured of this model and batch, if it has been: then
             another budget takes seconds.
         spill: as for `profile`.
+        blocks: as for `profile`; not with a profile, which has its blocks.
         verify: `"gradients"` runs one more step, by other strategies than the plan, to compare the
             gradients with; `"peak"` does not; `"auto"` does if a step is predicted to take less
             than a minute. `plan.verified` says what was found.
@@ -277,7 +284,7 @@ def fit(
         group: as for `profile`: the ranks that plan together.
     """
     with collective("fit", group), show_progress(_progress(progress)):
-        return _fit(model, batch, budget, loss, optimizer, profile, spill, verify)
+        return _fit(model, batch, budget, loss, optimizer, profile, spill, blocks, verify)
 
 
 def _fit(
@@ -288,6 +295,7 @@ def _fit(
     optimizer: Any,
     known: Profile | None,
     spill: bool,
+    blocks: Named | None,
     verify: VerifyLevel,
 ) -> Plan:
     need_scipy()
@@ -297,6 +305,8 @@ def _fit(
         raise ValueError(f'verify should be "auto", "gradients" or "peak", but got {verify!r}')
     given = checked_loss(loss, batch)
     if known is not None:
+        if blocks is not None:
+            raise ValueError("blocks= is for the profile, which was given: it has its blocks")
         check_given_profile(known, model, batch, given)
         if spill and not has_spill_candidates(known):
             raise ValueError(
@@ -305,7 +315,7 @@ def _fit(
             )
     require_same_on_ranks(verify=verify, profile="none" if known is None else "given")
     if known is None:
-        measured = profile(model, batch, loss=loss, optimizer=optimizer, spill=spill)
+        measured = profile(model, batch, loss=loss, optimizer=optimizer, spill=spill, blocks=blocks)
     else:
         if known.loss == "none":
             warn_without_loss(known.batch)
@@ -322,6 +332,7 @@ def _fit(
         spill=spill or has_spill_candidates(measured),
         loss=given,
         verify=verify,
+        blocks=None if blocks is None else tuple(named_blocks(model, blocks)),
     )
     return fit_model.fit(step, measured, request)
 

@@ -16,7 +16,7 @@ from rekindle.module_attachment import (
 )
 from rekindle.modules import patterns
 from rekindle.modules.applied import Applied, Entry
-from rekindle.modules.blocks import blocks_of
+from rekindle.modules.blocks import blocks_of, is_a_list
 from rekindle.modules.forward import (
     forward_of,
     install_forward,
@@ -132,7 +132,7 @@ def _wanted(model: nn.Module, given: Any) -> _Wanted:
     found: _Wanted = {}
     for path, module in modules.items():
         pattern = next((p for p in ordered if patterns.matches(path, p)), None)
-        if pattern is not None and not _is_a_list(module):
+        if pattern is not None and not is_a_list(module):
             found[path] = module, strategies[pattern]
     _check_shared(found)
     return found
@@ -142,15 +142,8 @@ def _check_matches(pattern: str, modules: dict[str, nn.Module]) -> None:
     named = [module for path, module in modules.items() if patterns.matches(path, pattern)]
     if not named:
         raise patterns.no_match(pattern, modules)
-    if all(map(_is_a_list, named)):
-        raise ValueError(
-            f"{pattern!r} names a list of modules, which is never called itself. "
-            f"Did you mean '{pattern}.*'?"
-        )
-
-
-def _is_a_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if all(map(is_a_list, named)):
+        raise patterns.names_a_list(pattern)
 
 
 def _check_shared(wanted: _Wanted) -> None:

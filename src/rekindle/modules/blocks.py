@@ -1,10 +1,16 @@
 """Finds a model's blocks: the modules that repeat down it, such as transformer layers."""
 
 from collections import Counter
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 from torch import nn
 
+from rekindle.modules import patterns
 from rekindle.modules.unwrapping import places, unwrapped
+
+Named: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
+"""Modules as users name them: by patterns of their paths, by classes, or both."""
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -37,6 +43,58 @@ def unwrapped_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return {paths[id(block)]: block for block in blocks}
 
 
+def named_blocks(model: nn.Module, named: Named) -> dict[str, nn.Module]:
+    """The blocks that a user names, by their paths without wrappers.
+
+    >>> model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    >>> list(named_blocks(model, ["0", nn.Linear]))
+    Traceback (most recent call last):
+    ...
+    ValueError: blocks= names '0' and '0.0', which is inside of it: name one of them
+    >>> list(named_blocks(model, "*"))
+    ['0', '1']
+    """
+    modules = {path: model.get_submodule(place) for path, place in places(model).items()}
+    names: list[Any] = [named] if isinstance(named, str | type) else list(named)
+    found: dict[str, nn.Module] = {}
+    for name in names:
+        found |= _named(modules, name)
+    if not found:
+        raise ValueError("blocks= names no module")
+    first = {id(module): path for path, module in reversed(modules.items())}
+    in_order = [path for path in modules if path in found and first[id(found[path])] == path]
+    for path in in_order:
+        for inner in in_order:
+            if patterns.is_inside(inner, path):
+                raise ValueError(
+                    f"blocks= names {path!r} and {inner!r}, which is inside of it: name one of them"
+                )
+    return {path: found[path] for path in in_order}
+
+
+def _named(modules: dict[str, nn.Module], name: Any) -> dict[str, nn.Module]:
+    """The modules of one name."""
+    if isinstance(name, str):
+        found = {path: m for path, m in modules.items() if patterns.matches(path, name)}
+        if not found:
+            raise patterns.no_match(name, modules)
+        called = {path: m for path, m in found.items() if not is_a_list(m)}
+        if not called:
+            raise patterns.names_a_list(name)
+        return called
+    if isinstance(name, type) and issubclass(name, nn.Module):
+        found = {path: m for path, m in modules.items() if isinstance(m, name)}
+        if not found:
+            raise ValueError(f"No module of the model is a {name.__name__}")
+        return found
+    raise TypeError(f"blocks= takes patterns of paths and classes of modules, but got {name!r}")
+
+
+def is_a_list(module: nn.Module) -> bool:
+    """True for a list of modules that is never called itself."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
 def _collect(module: nn.Module, path: str, found: dict[str, nn.Module]) -> None:
     children = {
         f"{path}.{name}" if path else name: child
@@ -48,7 +106,7 @@ def _collect(module: nn.Module, path: str, found: dict[str, nn.Module]) -> None:
         blocks = {
             name: child
             for name, child in children.items()
-            if kinds[type(child)] > 1 and _is_a_block(child)
+            if kinds[type(child)] > 1 and is_a_block(child)
         }
         for name, child in blocks.items():
             if not any(child is block for block in found.values()):
@@ -61,9 +119,9 @@ def _collect(module: nn.Module, path: str, found: dict[str, nn.Module]) -> None:
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def _is_a_block(module: nn.Module) -> bool:
+def is_a_block(module: nn.Module) -> bool:
     """True if a module is called, has parts, and learns: a lone linear layer is no block."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if is_a_list(module):
         return False
     has_parts = any(True for _ in module.children())
     return has_parts and any(True for _ in module.parameters())

@@ -45,6 +45,14 @@ def no_match(pattern: str, paths: Iterable[str]) -> ValueError:
     return ValueError(f"No module of the model matches {pattern!r}.{hint}")
 
 
+def names_a_list(pattern: str) -> ValueError:
+    """The error of a pattern that names nothing but lists of modules."""
+    return ValueError(
+        f"{pattern!r} names a list of modules, which is never called itself. "
+        f"Did you mean '{pattern}.*'?"
+    )
+
+
 def _general(paths: list[str]) -> list[str]:
     return list(dict.fromkeys(map(generalized, paths)))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from rekindle.modules.blocks import Named
 from rekindle.modules.unwrapping import class_name
 from rekindle.planner.devices import Device, OpClock, device_named, device_of, known_devices
 from rekindle.planner.loss import Loss
@@ -31,7 +32,12 @@ _TIMELESS = Device("none", _INF, _INF, _INF, _INF, link=0.0, memory_bytes=0, lau
 
 
 def fake_profile(
-    model: nn.Module, batch: Any, optimizer: Any, like: Like, loss: Loss | None = None
+    model: nn.Module,
+    batch: Any,
+    optimizer: Any,
+    like: Like,
+    loss: Loss | None = None,
+    blocks: Named | None = None,
 ) -> Profile:
     """Return the profile of a model's training step as on a device that need not be there."""
     refuse_what_has_no_fake(model)
@@ -40,7 +46,7 @@ def fake_profile(
     device = _device(model, like)
     with with_fake_tensors(model, batch, as_on=device.name) as given, OpClock(device) as clock:
         measured_on = MeasuringDevice(CPU, device.name, clock, device.bytes_per_second)
-        return profile_model(model, given, optimizer_bytes(optimizer), measured_on, loss)
+        return profile_model(model, given, optimizer_bytes(optimizer), measured_on, loss, blocks)
 
 
 def _fake_profile_by(

@@ -85,8 +85,10 @@ def _profile_again(model: nn.Module, call: ModelCall, request: FitRequest) -> Pr
     measured_on = measuring_device(compute_device(model), request.spill)
     if request.loss is not None:
         try:
-            return profile_model(model, call, request.optimizer_bytes, measured_on, request.loss)
+            return profile_model(
+                model, call, request.optimizer_bytes, measured_on, request.loss, request.blocks
+            )
         except Exception:
             if not request.loss.failed:
                 raise
-    return profile_model(model, call, request.optimizer_bytes, measured_on)
+    return profile_model(model, call, request.optimizer_bytes, measured_on, blocks=request.blocks)

@@ -25,6 +25,8 @@ class FitRequest:
     loss: Loss | None = None
     """The loss that was given."""
     verify: VerifyLevel = "auto"
+    blocks: tuple[str, ...] | None = None
+    """Paths of the blocks, if they were named; else they are found again for each call."""
 
     def scaled(self, elements: int, before: int) -> "FitRequest":
         """Return the request for a larger call, whose parts outside the model grow as inputs do."""

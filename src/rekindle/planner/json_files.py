@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rekindle.planner import json_schema
 
-_VERSION = 7
+_VERSION = 8
 _OLDEST = 4
 _Value = TypeVar("_Value")
 
@@ -57,13 +57,8 @@ Fields = dict[str, Any]
 """An object of JSON."""
 
 
-def _from_4(values: Fields) -> Fields:
-    """Version 5 has more fields, each with a default, and is read strictly."""
-    return values
-
-
-def _from_6(values: Fields) -> Fields:
-    """Version 7 has more fields, each with a default, and is read strictly."""
+def _with_more_fields(values: Fields) -> Fields:
+    """The next version has more fields, each with a default, and is read strictly."""
     return values
 
 
@@ -153,5 +148,10 @@ def _each(found: Any, change: Callable[[Any], Any]) -> Any:
     return [change(each) for each in found] if isinstance(found, list) else found
 
 
-_MIGRATIONS: dict[int, Callable[[Fields], Fields]] = {4: _from_4, 5: _from_5, 6: _from_6}
+_MIGRATIONS: dict[int, Callable[[Fields], Fields]] = {
+    4: _with_more_fields,
+    5: _from_5,
+    6: _with_more_fields,
+    7: _with_more_fields,
+}
 """By version: the function that makes the fields of the next version."""

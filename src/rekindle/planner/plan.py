@@ -45,6 +45,8 @@ class Plan:
     """The shapes that the model is called with, if they are known."""
     unused: tuple[str, ...] = ()
     """Blocks that the step did not run: should another one run them, they are recomputed."""
+    left_out: tuple[str, ...] = ()
+    """Modules that repeat and are left as they are, because other blocks were named."""
     planning_peak: int | None = None
     """Bytes that planning itself peaked at; the step that tries the plan out is `measured_peak`."""
     verified: str | None = None

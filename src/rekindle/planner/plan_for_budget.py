@@ -120,6 +120,7 @@ def plan_by(
         ),
         inputs=profile.inputs,
         unused=profile.unused,
+        left_out=profile.left_out,
         planning_peak=profile.planning_peak,
     )
 

@@ -10,6 +10,7 @@ memory and time of the rest of the step. Then each distinct block is traced, and
 candidate that moves nothing; the costs of those that move results follow from these.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rekindle.modules.blocks import unwrapped_blocks
-from rekindle.modules.unwrapping import class_name
+from rekindle.modules.blocks import Named, named_blocks, unwrapped_blocks
+from rekindle.modules.patterns import generalized, is_inside
+from rekindle.modules.unwrapping import class_name, places
 from rekindle.offload.owners import OffloaderSet
 from rekindle.planner.candidates import candidates, undominated, with_casts, with_names
-from rekindle.planner.instruments.memory_meter import metered_as_a_whole
+from rekindle.planner.instruments.memory_meter import metered_as_a_whole, unmetered
 from rekindle.planner.instruments.timing import Clock, DeviceClock
 from rekindle.planner.loss import Loss
 from rekindle.planner.measure.block_benchmark import BlockBenchmark
@@ -38,6 +40,7 @@ from rekindle.planner.timeline import cached_after_blocks, simulate
 from rekindle.planner.trace.block_calls import BlockCall
 from rekindle.planner.trace.block_signature import has_signature
 from rekindle.planner.trace.block_trace import trace_block
+from rekindle.planner.trace.find_blocks import find_blocks
 from rekindle.planner.trace.step_trace import trace_step
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockKey, BlockProfile, Candidate, Profile, StepTrace
@@ -83,12 +86,16 @@ def profile_model(
     optimizer: Any,
     measured_on: MeasuringDevice,
     loss: Loss | None = None,
+    blocks: Named | None = None,
 ) -> Profile:
-    """Return the profile of a model's training step; the model ends as it was."""
+    """Return the profile of a model's training step; the model ends as it was.
+
+    `blocks` names its blocks; without it, they are found.
+    """
     step = TrainingStep(model, batch, loss)
-    blocks = unwrapped_blocks(model)
-    _refuse_scripts(blocks)
-    _refuse_other_models(model, blocks)
+    repeated = unwrapped_blocks(model) if blocks is None else named_blocks(model, blocks)
+    _refuse_scripts(repeated)
+    _refuse_other_models(model, repeated)
     static = max(
         all_gather(static_bytes(model, optimizer, measured_on.device, step.batch_tensors()))
     )
@@ -97,12 +104,17 @@ def profile_model(
         metered_as_a_whole(measured_on.device, step.existing_tensors()) as meter,
     ):
         report_progress("trace")
-        trace, calls = _trace(step, blocks, measured_on)
-        merged = merge_traces(all_gather(trace), blocks)
-        with gathered_around(model, blocks.values()):
-            profiles = _profile_blocks(blocks, trace, calls, merged, measured_on)
+        found = repeated if blocks is not None else _blocks(step, measured_on.known)
+        trace, calls = _trace(step, found, measured_on)
+        merged = merge_traces(all_gather(trace), found)
+        with gathered_around(model, found.values()):
+            profiles = _profile_blocks(found, trace, calls, merged, measured_on)
         profile = _assemble(step, static, trace, merged, profiles, measured_on)
-        profile = replace(profile, unused=tuple(p for p in blocks if p not in merged.order))
+        profile = replace(
+            profile,
+            unused=tuple(p for p in found if p not in merged.order),
+            left_out=_left_out(model, found),
+        )
         profile = worst_case(all_gather(profile), profile)
         in_blocks = simulate(profile, _recomputing_all(profile)).seconds
         profile = replace(profile, rest_seconds=max(merged.seconds - in_blocks, 0.0))
@@ -115,6 +127,31 @@ def profile_model(
         if not measured_on.clock.is_exact:  # else nothing was allocated
             profile = replace(profile, planning_peak=static + max(all_gather(meter.peak())))
     return profile
+
+
+def _blocks(step: TrainingStep, known: Profile | None) -> dict[str, nn.Module]:
+    """The blocks of a step's model; those of a known profile of it, if there is one."""
+    if known is None:
+        # A meter would take tensors that this forward reads, such as a batch that a function has in
+        # its closure, for ones that existed before the steps that are measured next.
+        with unmetered():
+            return find_blocks(step)
+    wanted = {generalized(p) for p in (*(path for path, _ in known.order), *known.unused)}
+    modules = places(step.model)  # of which there may be more than in the known profile
+    return {
+        path: step.model.get_submodule(place)
+        for path, place in modules.items()
+        if generalized(path) in wanted
+    }
+
+
+def _left_out(model: nn.Module, blocks: Iterable[str]) -> tuple[str, ...]:
+    """Modules that repeat, but neither are blocks nor in blocks nor around any."""
+    return tuple(
+        path
+        for path in unwrapped_blocks(model)
+        if not any(b == path or is_inside(b, path) or is_inside(path, b) for b in blocks)
+    )
 
 
 def _trace(

@@ -6,7 +6,7 @@ else a log line says that a step may peak higher. An out-of-memory error gets a 
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
@@ -21,6 +21,7 @@ from rekindle.modules.apply_strategies import apply_strategies
 from rekindle.modules.blocks import unwrapped_blocks
 from rekindle.modules.caches import forbid_cache
 from rekindle.modules.forward import forward_of, install_forward
+from rekindle.modules.patterns import is_inside
 from rekindle.modules.unwrapping import class_name, places, unwrapped
 from rekindle.offload.owners import OffloaderSet, owner_of
 from rekindle.planner.compiled_modules import compiled_around
@@ -216,16 +217,20 @@ def strategies_for(plan: Plan, model: nn.Module) -> dict[str, Strategy]:
         found = "nothing" if block is None else class_name(block)
         if block is None or kind not in (found, type(block).__name__):
             raise ValueError(f"The plan has a {kind} at {path!r}, but the model has {found}")
-    planned = {path for path, _, _ in plan.blocks} | set(plan.unused)
-    blocks = unwrapped_blocks(model)
-    unplanned = [path for path in blocks if path not in planned]
-    if unplanned and planned & set(blocks):
+    planned = {path for path, _, _ in plan.blocks} | {*plan.unused, *plan.left_out}
+    unplanned = [path for path in unwrapped_blocks(model) if not _is_planned(path, planned)]
+    if unplanned:
         raise ValueError(f"The model has a block that the plan has not: {unplanned[0]!r}")
     # A block that the profiled step did not run has no candidates; a step may yet run it. Of all
     # strategies, recompute holds the least.
     skipped = () if plan.keeps_all else (path for path in plan.unused if path in where)
     strategies: dict[str, Strategy] = {where[path]: Recompute() for path in skipped}
     return {**strategies, **{where[path]: candidate.strategy for path, _, candidate in plan.blocks}}
+
+
+def _is_planned(path: str, planned: Iterable[str]) -> bool:
+    """Return whether a module has a plan: for itself, modules inside it, or one around it."""
+    return any(p == path or is_inside(p, path) or is_inside(path, p) for p in planned)
 
 
 def planned_paths(model: nn.Module) -> dict[str, str]:

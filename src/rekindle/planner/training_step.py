@@ -130,11 +130,15 @@ class TrainingStep:
         """Run the forward, and return the loss."""
         return self._forward()[1]
 
-    def _forward(self) -> tuple[Any, Tensor]:
-        """Run the forward, and return the model's output and the loss."""
+    def run_forward(self) -> Any:
+        """Run the forward without a loss that is given, and return its output."""
         if self.before_each is not None:
             self.before_each()
-        out = self._call_model() if self.function is None else self.function()
+        return self._call_model() if self.function is None else self.function()
+
+    def _forward(self) -> tuple[Any, Tensor]:
+        """Run the forward, and return the model's output and the loss."""
+        out = self.run_forward()
         if self._given_loss is not None:
             return out, self._given_loss(out, self._batch_for(self._given_loss))
         loss = find_loss(out)

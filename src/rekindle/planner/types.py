@@ -321,6 +321,8 @@ class Profile:
     """The shapes that the model itself was called with; empty if the step called parts of it."""
     unused: tuple[str, ...] = ()
     """Blocks that the step did not run."""
+    left_out: tuple[str, ...] = ()
+    """Modules that repeat and have no block, because other blocks were named."""
     recompute_peak: int | None = None
     """The measured peak of a step with every block recomputed."""
     recompute_seconds: float | None = None

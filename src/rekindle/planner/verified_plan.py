@@ -172,8 +172,8 @@ def _measured_plan(
         if i == 0:
             plan = solved(profile, aim)
         else:
-            is_last = i == _TRIES - 1
-            plan = plan_chosen(profile, aim, partial(_solve_or_smallest, profile, aim, is_last))
+            choose = _measured_or_smallest if i == _TRIES - 1 else _solve_or_smallest
+            plan = plan_chosen(profile, aim, partial(choose, profile, aim, limit))
         report_progress("verify")
         compares = verify == "gradients" or (
             verify == "auto" and plan.predicted_time <= AFFORDABLE_SECONDS
@@ -199,19 +199,21 @@ def _measured_plan(
     )
 
 
-def _solve_or_smallest(profile: Profile, aim: int, is_last: bool) -> Solution:
-    """Solve within an aim; else take the smallest peak, which may be lower than predicted.
+def _solve_or_smallest(profile: Profile, aim: int, limit: int) -> Solution:
+    """Solve within an aim; else take what is surest to be within the limit."""
+    from rekindle.planner.solve import solver  # noqa: PLC0415
 
-    That is the one of the step with every block recomputed, if no choice is predicted to peak lower
-    than that step was measured.
+    return solver.choose(profile, aim) or _measured_or_smallest(profile, aim, limit)
+
+
+def _measured_or_smallest(profile: Profile, _aim: int, limit: int) -> Solution:
+    """Take the step with every block recomputed, if it was measured to be within the limit.
+
+    Else take the smallest predicted peak, which may be lower than predicted.
     """
     from rekindle.planner.solve import solver  # noqa: PLC0415
 
-    solution = None if is_last else solver.choose(profile, aim)
-    if solution is not None:
-        return solution
-    least = solver.least_peak(profile)
-    return recompute_all(profile, least.prediction.peak) or least
+    return recompute_all(profile, limit) or solver.least_peak(profile)
 
 
 def _worst_of_ranks(measured: MeasuredStep) -> tuple[int, float]:
