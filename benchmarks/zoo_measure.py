@@ -32,8 +32,11 @@ AS_GC = "gc"
 """Among shares: as much as the model's own checkpointing takes."""
 _STEPS = 2
 """Steps that are timed in a row."""
-_WARM_UP, _LEARNING = 1, 4
-"""Steps before those: by most strategies, and by those that offload."""
+_WARM_UP, _LEARNING = 1, 10
+"""Steps before those: by most strategies, and by those that offload.
+
+It takes some steps until host memory and torch's allocator have all that offload needs.
+"""
 _MIN_ROUNDS = 2
 
 

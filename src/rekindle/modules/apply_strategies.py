@@ -128,10 +128,12 @@ def _wanted(model: nn.Module, given: Any) -> _Wanted:
             raise TypeError(f"A pattern is a string, but got {pattern!r}")
         strategies[pattern] = strategy_of(spelling)
         _check_matches(pattern, modules)
-    ordered = sorted(strategies, key=patterns.specificity, reverse=True)
+    wild = filter(patterns.has_wildcards, strategies)
+    ordered = sorted(wild, key=patterns.specificity, reverse=True)
     found: _Wanted = {}
     for path, module in modules.items():
-        pattern = next((p for p in ordered if patterns.matches(path, p)), None)
+        named = path in strategies  # nothing is more specific than the path itself
+        pattern = path if named else next((p for p in ordered if patterns.matches(path, p)), None)
         if pattern is not None and not is_a_list(module):
             found[path] = module, strategies[pattern]
     _check_shared(found)
@@ -139,7 +141,10 @@ def _wanted(model: nn.Module, given: Any) -> _Wanted:
 
 
 def _check_matches(pattern: str, modules: dict[str, nn.Module]) -> None:
-    named = [module for path, module in modules.items() if patterns.matches(path, pattern)]
+    if pattern in modules:
+        named = [modules[pattern]]
+    else:
+        named = [module for path, module in modules.items() if patterns.matches(path, pattern)]
     if not named:
         raise patterns.no_match(pattern, modules)
     if all(map(is_a_list, named)):
@@ -159,10 +164,9 @@ def _check_shared(wanted: _Wanted) -> None:
 
 def _refuse_what_is_checkpointed(model: nn.Module, wanted: _Wanted) -> None:
     """Refuse a module that is checkpointed already: it would be replayed in a replay."""
+    modules = dict(model.named_modules(remove_duplicate=False))
     for path, (named, _) in wanted.items():
-        around = [
-            module for name, module in model.named_modules() if patterns.is_inside(path, name)
-        ]
+        around = [modules[outer] for outer in patterns.outer_paths(path)]
         for module in [*around, *named.modules()]:
             if isinstance(module, ActivationWrapper):
                 raise ValueError(

@@ -20,6 +20,17 @@ def is_inside(path: str, outer: str) -> bool:
     return path != outer and (not outer or path.startswith(f"{outer}."))
 
 
+def outer_paths(path: str) -> list[str]:
+    """Returns the paths of the modules around the one at a path, the model itself first."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:count]) for count in range(len(parts))]
+
+
+def has_wildcards(pattern: str) -> bool:
+    """Returns whether a pattern may name modules at other paths than itself."""
+    return any(c in pattern for c in "*?[")
+
+
 def _match(parts: list[str], wanted: list[str]) -> bool:
     if not wanted:
         return not parts
@@ -31,7 +42,7 @@ def _match(parts: list[str], wanted: list[str]) -> bool:
 def specificity(pattern: str) -> tuple[int, ...]:
     """Sorts patterns: more parts are more specific, then parts without wildcards, then letters."""
     parts = pattern.split(".")
-    exact = sum(not any(c in part for c in "*?[") for part in parts)
+    exact = sum(not has_wildcards(part) for part in parts)
     letters = len(re.sub(r"\[[^]]*\]|[*?.]", "", pattern))
     count = len([part for part in parts if part != "**"])
     return count, exact, letters, -pattern.count("*"), -parts.count("**")

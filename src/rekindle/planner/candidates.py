@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rekindle.planner import keep_sets
 from rekindle.planner.op_words import word_of
-from rekindle.planner.types import BlockTrace, Candidate, TracedOp
+from rekindle.planner.types import BlockTrace, Candidate, Profile, TracedOp
 from rekindle.strategy import (
     Keep,
     NumberedOps,
@@ -207,6 +207,12 @@ def with_casts(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     """
     casts = max(candidate.casts_cached for candidate in candidates)
     return tuple(replace(each, casts_held=casts - each.casts_cached) for each in candidates)
+
+
+def recomputing_all(profile: Profile) -> list[Candidate]:
+    """The candidate of each block of a step that recomputes all of it."""
+    menus = (profile.candidates(i) for i in range(len(profile.order)))
+    return [next(each for each in menu if each.strategy == Recompute()) for menu in menus]
 
 
 def undominated(candidates: list[Candidate]) -> list[Candidate]:

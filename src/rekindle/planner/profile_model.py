@@ -22,7 +22,13 @@ from rekindle.modules.blocks import Named, named_blocks, unwrapped_blocks
 from rekindle.modules.patterns import generalized, is_inside
 from rekindle.modules.unwrapping import class_name, places
 from rekindle.offload.owners import OffloaderSet
-from rekindle.planner.candidates import candidates, undominated, with_casts, with_names
+from rekindle.planner.candidates import (
+    candidates,
+    recomputing_all,
+    undominated,
+    with_casts,
+    with_names,
+)
 from rekindle.planner.instruments.memory_meter import metered_as_a_whole, unmetered
 from rekindle.planner.instruments.timing import Clock, DeviceClock
 from rekindle.planner.loss import Loss
@@ -31,20 +37,21 @@ from rekindle.planner.measure.link import link_bandwidth
 from rekindle.planner.measure.measure_candidates import measure_candidates, offload_candidates
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.measure.static_memory import static_bytes
+from rekindle.planner.measure.step_calibration import calibrate_to_spans, with_step_time
 from rekindle.planner.measure.whole_step_calibration import calibrate_to_whole_step
 from rekindle.planner.progress import count_progress, report_progress
 from rekindle.planner.ranks.joint_candidates import agree_on_candidates, worst_of_ranks
 from rekindle.planner.ranks.rank_sync import all_gather, raised_on_all_ranks
 from rekindle.planner.ranks.worst_case import MergedTrace, merge_traces, worst_case
-from rekindle.planner.timeline import cached_after_blocks, simulate
+from rekindle.planner.timeline import cached_after_blocks
 from rekindle.planner.trace.block_calls import BlockCall
 from rekindle.planner.trace.block_signature import has_signature
 from rekindle.planner.trace.block_trace import trace_block
 from rekindle.planner.trace.find_blocks import find_blocks
 from rekindle.planner.trace.step_trace import trace_step
 from rekindle.planner.training_step import TrainingStep
-from rekindle.planner.types import BlockKey, BlockProfile, Candidate, Profile, StepTrace
-from rekindle.strategy import Recompute, TierName
+from rekindle.planner.types import BlockKey, BlockProfile, Profile, StepTrace
+from rekindle.strategy import TierName
 from rekindle.torch_private.fsdp import gathered_around
 
 
@@ -110,14 +117,15 @@ def profile_model(
         with gathered_around(model, found.values()):
             profiles = _profile_blocks(found, trace, calls, merged, measured_on)
         profile = _assemble(step, static, trace, merged, profiles, measured_on)
+        if trace.spans is not None:
+            profile = calibrate_to_spans(profile, trace.order, trace.spans)
         profile = replace(
             profile,
             unused=tuple(p for p in found if p not in merged.order),
             left_out=_left_out(model, found),
         )
         profile = worst_case(all_gather(profile), profile)
-        in_blocks = simulate(profile, _recomputing_all(profile)).seconds
-        profile = replace(profile, rest_seconds=max(merged.seconds - in_blocks, 0.0))
+        profile = with_step_time(profile, merged.seconds)
         profile = replace(profile, recompute_seconds=merged.seconds)
         if measured_on.host_runs_ahead:
             report_progress("whole step")
@@ -280,7 +288,7 @@ def _assemble(
         loss=step.loss_source,
     )
     if trace.casts_freed_before_backward:  # the trace's rest_peak is above the casts' bytes
-        casts = cached_after_blocks(profile, _recomputing_all(profile))
+        casts = cached_after_blocks(profile, recomputing_all(profile))
         profile = replace(profile, rest_peak=profile.rest_peak + casts)
     return profile
 
@@ -289,12 +297,6 @@ def _passed(passed: tuple[int, ...], blocks: list[BlockProfile]) -> tuple[int, .
     """Bytes of each block's input that neither the step nor the block that made it holds."""
     freed_by_makers = [0, *(block.output_freed for block in blocks)]
     return tuple(min(pair) for pair in zip(passed, freed_by_makers, strict=False))
-
-
-def _recomputing_all(profile: Profile) -> list[Candidate]:
-    """The candidate of each block that recomputes all of it."""
-    positions = range(len(profile.order))
-    return [next(c for c in profile.candidates(i) if c.strategy == Recompute()) for i in positions]
 
 
 def _refuse_other_models(model: nn.Module, blocks: dict[str, nn.Module]) -> None:

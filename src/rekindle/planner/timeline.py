@@ -10,6 +10,7 @@ being copied out or back, and who waits for whom among host, device and link.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from rekindle.planner.types import Candidate, Prediction, Profile
@@ -177,9 +178,12 @@ class Timeline:
 
     def predict_candidates(self, candidates: Sequence[Candidate]) -> Prediction:
         """The peak and time of a step by these candidates, which need not be the profile's."""
+        return self._prediction(self.evaluate(self.terms_of(candidates)))
+
+    def terms_of(self, candidates: Sequence[Candidate]) -> list[Terms]:
+        """The terms of one candidate at each place, which need not be the profile's."""
         waits = self._repeated_calls()[1]
-        terms = [self._terms(i, each, waits[i]) for i, each in enumerate(candidates)]
-        return self._prediction(self.evaluate(terms))
+        return [self._terms(i, each, waits[i]) for i, each in enumerate(candidates)]
 
     def _prediction(self, found: Evaluation) -> Prediction:
         return Prediction(self.base + found.peak, found.seconds, self.moments[found.moment].at)
@@ -212,8 +216,22 @@ class Timeline:
             return None
         return self._backward(choice, after)
 
-    def _forward(self, choice: Sequence[Terms]) -> "_Forward":
-        """Walk the moments up to the loss; terms go by position, which is quicker than by name."""
+    def spans(self, choice: Sequence[Terms]) -> tuple[list[float], list[float]]:
+        """Seconds of each block's forward and backward, where nothing moves: with all waiting."""
+        ends, backward_ends = [0.0], list[float]()
+        after = self._forward(choice, ends)
+        self._backward_times(choice, after, backward_ends)
+        begins = [after.backward_begins, *backward_ends]
+        return (
+            [end - begin for begin, end in pairwise(ends)],
+            [end - begin for begin, end in pairwise(begins)][::-1],
+        )
+
+    def _forward(self, choice: Sequence[Terms], ends: list[float] | None = None) -> "_Forward":
+        """Walk the moments up to the loss; terms go by position, which is quicker than by name.
+
+        `ends` is given the seconds at which each block's forward ends.
+        """
         profile, made, starts = self.profile, self._between, self._epoch_starts
         rate, moving = profile.bytes_per_second, _moving(choice)
         stays, moves, lead = moving
@@ -239,6 +257,8 @@ class Timeline:
             seconds = begin + terms[7]
             if seconds < host:
                 seconds = host
+            if ends is not None:
+                ends.append(seconds)
             if moves[i]:
                 sent += moves[i]
                 begin = max(free_at, (began + seconds) / 2)
@@ -270,9 +290,12 @@ class Timeline:
         return Evaluation(peak, seconds, moment)
 
     def _backward_times(
-        self, choice: Sequence[Terms], after: "_Forward"
+        self, choice: Sequence[Terms], after: "_Forward", until: list[float] | None = None
     ) -> tuple[float, Sequence[int]]:
-        """Seconds of the step, and bytes that are back ahead of their use at each place."""
+        """Seconds of the step, and bytes that are back ahead of their use at each place.
+
+        `until` is given the seconds at which each block's backward ends, the last block's first.
+        """
         moves, rate, host = after.moving.moves, self.profile.bytes_per_second, after.host
         seconds = used_at = after.backward_begins
         begins, ends = [0.0] * self.count, [0.0] * self.count
@@ -289,6 +312,8 @@ class Timeline:
             if seconds < host:
                 seconds = host
             ends[i] = seconds
+        if until is not None:
+            until += reversed(ends)
         if not any(moves):
             return seconds, moves
         return seconds, _ahead(moves, begins, ends, after.moving.lead // 2, rate)

@@ -47,6 +47,15 @@ class BlockKey(NamedTuple):
 
 
 @dataclass(frozen=True)
+class BlockSpans:
+    """Seconds of the blocks within a step, at each place of the forward."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    """With the replay; 0 for a block that has no backward."""
+
+
+@dataclass(frozen=True)
 class StepTrace:
     """A step with every block recomputed, in numbers.
 
@@ -72,6 +81,8 @@ class StepTrace:
     peak: int = 0
     """The peak of the whole step."""
     seconds: float = 0.0
+    spans: BlockSpans | None = None
+    """The times of its blocks; None where they are those of a table."""
     cast_epochs: tuple[int, ...] = ()
     """Times that autocast's cache was emptied before each block."""
     cached_rest_peak: int = 0

@@ -41,7 +41,7 @@ _log = logging.getLogger("rekindle")
 _TRIES = 4
 AFFORDABLE_SECONDS = 60.0
 """With `verify="auto"`: the longest predicted step of which the gradients are compared."""
-_NOISE = 0.01
+_NOISE = 0.02
 """Share of a step's time that says nothing: another run would take more, or less."""
 _NOISE_SECONDS = 0.002
 """Seconds that say nothing, however short a step is."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from rekindle.planner.devices import Device, comparison_device
+from rekindle.planner.ranks.rank_sync import all_gather
 from rekindle.torch_private.cuda import spin_device
 
 RUNS = 3
@@ -81,8 +82,9 @@ class DeviceClock:
         return timed(step, self._device)
 
 
-_RUNS_BESIDE_A_HOST = 5
-"""Runs where the host is timed, too: hosts are less steady than devices."""
+_RUNS_BESIDE_A_HOST = 2
+"""Runs where the device is kept busy: its times vary little, and the host's are those of whole
+steps in the end."""
 _CYCLES = 2e9
 """Cycles of a device in a second, about."""
 
@@ -96,9 +98,20 @@ def now(device: torch.device) -> float:
 
 def timed(step: Callable[[], None], device: torch.device) -> float:
     """Return the seconds that a step takes, from an idle device to an idle device."""
-    seconds = []
-    for _ in range(RUNS):
+    return min(times_of(step, device))
+
+
+def times_of(step: Callable[[], None], device: torch.device) -> list[float]:
+    """Return the seconds of a few runs of a step, or of one if it is long; as many on all ranks."""
+    seconds: list[float] = []
+    taken = 0.0
+    while len(seconds) < RUNS and taken < _LONG:
         start = now(device)
         step()
         seconds.append(now(device) - start)
-    return min(seconds)
+        taken += max(all_gather(seconds[-1]))
+    return seconds
+
+
+_LONG = 1.0
+"""Seconds after which no further run is timed."""

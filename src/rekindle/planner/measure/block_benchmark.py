@@ -1,6 +1,6 @@
 """Runs one block alone, forward and backward, by a candidate's strategy: its bytes and seconds."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,8 +21,12 @@ from rekindle.strategy import Keep, Strategy
 from rekindle.torch_private.fake_mode import FakeTensor
 from rekindle.torch_private.pytrees import tree_leaves, tree_map
 
-_HEAD_START = 0.1
-"""Seconds that a device is kept busy before a block, until it is known how long the host takes."""
+_MOST_HEAD_START = 0.1
+"""Seconds that a device is kept busy before a block, at most."""
+
+
+_LONG = 0.1
+"""Seconds of a block, of device and host, from which on it is timed once: it varies little."""
 
 
 class BlockBenchmark:
@@ -36,21 +40,23 @@ class BlockBenchmark:
         self._device = device
         self._clock = clock
         self._offloaders = offloaders
-        self._head_start = _HEAD_START
+        self._head_start = 0.0
+        """Seconds that the device is kept busy before a block that is timed."""
         self.output_freed = -1
         """Bytes of the block's output that no candidate so far holds; -1 before the first."""
 
     def measure(self, candidate: Candidate) -> Candidate:
         """Return a candidate with its bytes and seconds."""
         with self._run_by(candidate.strategy):
-            if not self._clock.is_exact:
-                self._time_once()
+            first = [] if self._clock.is_exact else [self._time_first()]
             held, cached, forward_peak, backward_peak = self._measure_memory()
             input_freed, output_freed = self._measure_freed()
+            is_long = any(sum(seconds) > _LONG for seconds in first)
             with unmetered():
-                times = [self._time_once() for _ in range(self._clock.runs)]
+                runs = range(1 if is_long else self._clock.runs)
+                times = [self._time_once() for _ in runs]
         forward, backward, forward_host, backward_host = (
-            min(seconds) for seconds in zip(*times, strict=True)
+            min(seconds) for seconds in zip(*first, *times, strict=True)
         )
         before = output_freed if self.output_freed < 0 else self.output_freed
         self.output_freed = min(output_freed, before)
@@ -72,15 +78,13 @@ class BlockBenchmark:
         """Time measured candidates once more, in turns: the shortest of all runs counts."""
         if self._clock.is_exact:
             return candidates
-        found = candidates
-        for _ in range(self._clock.runs):
-            found = [self._timed_again(candidate) for candidate in found]
-        return found
+        return [self._timed_again(candidate) for candidate in candidates]
 
     def _timed_again(self, candidate: Candidate) -> Candidate:
         with self._run_by(candidate.strategy):
-            self._time_once()
-            forward, backward, forward_host, backward_host = self._time_once()
+            self._time_first()
+            with unmetered():
+                forward, backward, forward_host, backward_host = self._time_once()
         return replace(
             candidate,
             forward_seconds=min(forward, candidate.forward_seconds),
@@ -98,7 +102,6 @@ class BlockBenchmark:
             yield
         finally:
             undo(self._block)
-            self._head_start = _HEAD_START
 
     def _measure_memory(self) -> tuple[int, int, int, int]:
         """Return bytes held after a forward, those of casts in autocast's cache, and two peaks."""
@@ -142,6 +145,14 @@ class BlockBenchmark:
             del graph
         return input_freed, output_freed
 
+    def _time_first(self) -> tuple[float, float, float, float]:
+        """Return the seconds of the first run by a strategy, for which the device is idle.
+
+        The host of a block that waits for the device would else wait for what keeps that busy.
+        """
+        self._head_start = 0.0
+        return self._time_once()
+
     def _time_once(self) -> tuple[float, float, float, float]:
         """Return seconds of a forward and a backward as in a step; then those of the host."""
         args, kwargs = self._call.fresh_arguments()
@@ -161,7 +172,7 @@ class BlockBenchmark:
         end = clock.mark()
         device = clock.seconds(begin, middle), clock.seconds(again, end)
         host = clock.host_seconds(begin, middle), clock.host_seconds(again, end)
-        self._head_start = min(_HEAD_START, 0.01 + 2 * sum(host))
+        self._head_start = min(0.002 + 1.5 * sum(host), _MOST_HEAD_START)
         return *device, *host
 
 
@@ -232,8 +243,22 @@ class _End(torch.autograd.Function):
 def _ones_later(out: Tensor) -> Callable[[], Tensor]:
     """Return a function that makes a gradient for a tensor, and that holds no plain tensor.
 
-    For a subclass, such as a nested or a sharded tensor, the shape alone is not enough.
+    The gradient is laid out as the tensor is: kernels differ for other strides. For a subclass,
+    such as a nested or a sharded tensor, the shape alone is not enough.
     """
-    if type(out) in (Tensor, FakeTensor):
-        return partial(torch.ones, out.shape, dtype=out.dtype, device=out.device)
-    return partial(torch.ones_like, out.detach())
+    if type(out) not in (Tensor, FakeTensor):
+        return partial(torch.ones_like, out.detach())
+    shape, strides, dtype, device = out.shape, out.stride(), out.dtype, out.device
+    if not _is_dense(shape, strides):
+        return partial(torch.ones, shape, dtype=dtype, device=device)
+    return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(1)
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether elements with these strides lie in memory without gaps and overlaps."""
+    room = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1 and stride != room:
+            return False
+        room *= size
+    return True

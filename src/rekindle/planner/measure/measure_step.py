@@ -1,6 +1,7 @@
 """Measures a training step under a plan: its peak, its time, and fingerprints of its gradients."""
 
 from contextlib import nullcontext
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from rekindle.modules.apply_strategies import undo
 from rekindle.planner.gradient_fingerprints import GradientFingerprints
 from rekindle.planner.instruments.memory_meter import metered
-from rekindle.planner.instruments.timing import timed
+from rekindle.planner.instruments.timing import times_of
 from rekindle.planner.measure.preserve_model_state import preserve_buffers, repeatable
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
@@ -56,7 +57,7 @@ def measure_step(
                 step()
             peak = meter.peak()
         with metered(device) if meters_freely else nullcontext(meter) as meter:
-            seconds = timed(step, device)
+            seconds = median(times_of(step, device))
             # Fingerprints take some memory of the device, where a meter sees all there is.
             of_gradients = meters_freely and with_gradients
             peak = meter.peak() if of_gradients else max(peak, meter.peak())

@@ -1,4 +1,4 @@
-"""Calibrates times of blocks that were run alone to the time of a whole step.
+"""Calibrates times of candidates that go op by op to the time of a whole step.
 
 Alone, a block is timed on a device that is kept busy, device and host apart. In a step it follows
 other blocks, and a strategy that keeps the host busier may take longer than that. So one step runs

@@ -71,7 +71,7 @@ def merge_traces(traces: Sequence[StepTrace], blocks: Iterable[str]) -> MergedTr
     for path in order:
         if path not in indices:
             indices[path] = _distinct_index(distinct, [trace.keys.get(path) for trace in traces])
-    places = [_places(trace.order, order) for trace in traces]
+    places = [places_in(trace.order, order) for trace in traces]
 
     def merged(pick: Callable[[Iterable[int]], int], name: str) -> tuple[int, ...]:
         own = [(getattr(trace, name), at) for trace, at in zip(traces, places, strict=True)]
@@ -118,7 +118,7 @@ def _merged_order(
     return tuple(found)
 
 
-def _places(order: Sequence[str], merged: Sequence[str]) -> list[int | None]:
+def places_in(order: Sequence[str], merged: Sequence[str]) -> list[int | None]:
     """Return, for each place of a merged order, the place in a rank's own; None if it has none."""
     found: list[int | None] = []
     at = 0

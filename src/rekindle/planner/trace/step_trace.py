@@ -25,6 +25,7 @@ from rekindle.planner.instruments.memory_meter import Meter, metered, unmetered
 from rekindle.planner.instruments.model_lock import for_this_thread
 from rekindle.planner.instruments.timing import Clock
 from rekindle.planner.trace.block_calls import BlockCall, collect_calls
+from rekindle.planner.trace.block_spans import time_with_spans
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockKey, StepTrace
 from rekindle.torch_private.pytrees import tree_leaves
@@ -46,13 +47,14 @@ def trace_step(
             step()
             end = clock.mark()
     if clock.is_exact:
-        seconds = clock.seconds(begin, end)
+        seconds, spans = clock.seconds(begin, end), None
     else:
         with unmetered():
-            seconds = clock.timed(step)
+            seconds, spans = time_with_spans(step, blocks, clock)
     collected = collect_calls(step, blocks)
     undo(step.model)
-    trace = replace(recorder.trace(), seconds=seconds, keys=collected.keys, passed=collected.passed)
+    times = replace(recorder.trace(), seconds=seconds, spans=spans)
+    trace = replace(times, keys=collected.keys, passed=collected.passed)
     if trace.order != collected.order:
         raise RekindleError(
             "The step ran other blocks when it was run again: "

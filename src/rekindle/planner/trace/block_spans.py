@@ -1,0 +1,105 @@
+"""Times of blocks within a step: in the company of other blocks, and of a host that may be late.
+
+A block that runs alone has the device to itself, cool and with work queued ahead. In a step it may
+take longer, or less. So the step with every block recomputed is timed block by block, too.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from rekindle.planner.instruments.model_lock import for_this_thread
+from rekindle.planner.instruments.timing import Clock
+from rekindle.planner.types import BlockSpans
+from rekindle.torch_private.pytrees import tree_leaves
+
+
+def time_with_spans(
+    step: Callable[[], None], blocks: dict[str, nn.Module], clock: Clock
+) -> tuple[float, BlockSpans]:
+    """Return the seconds of a step, and those of its blocks in the fastest of its runs."""
+    runs: list[_SpanRecorder] = []
+
+    def run() -> None:
+        recorder = _SpanRecorder(clock)
+        with recorder.entered(blocks):
+            step()
+        runs.append(recorder)
+
+    seconds = clock.timed(run)
+    return seconds, min(runs, key=_SpanRecorder.seconds).spans()
+
+
+class _SpanRecorder:
+    """Marks where the blocks of one step begin and end; hooks of its graph hold it, no tensor."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._forward: list[list[Any]] = []
+        """The marks around each block's forward."""
+        self._running: list[int] = []
+        self._backward: list[tuple[int, Any]] = []
+        """The places of blocks, with marks, in the order in which their backwards begin."""
+        self._ends: dict[int, Any] = {}
+        """Marks at which the gradient of a block's input was there, by place."""
+        self._begin = self._end = clock.mark()
+
+    @contextmanager
+    def entered(self, blocks: dict[str, nn.Module]) -> Iterator[None]:
+        """Mark the blocks of the step that runs inside."""
+        with ExitStack() as stack:
+            for block in blocks.values():
+                before, after = for_this_thread(self._before), for_this_thread(self._after)
+                for hook in (
+                    block.register_forward_pre_hook(before, with_kwargs=True),
+                    block.register_forward_hook(after),
+                ):
+                    stack.callback(hook.remove)
+            self._begin = self._clock.mark()
+            yield
+            self._end = self._clock.mark()
+
+    def seconds(self) -> float:
+        """Return the seconds of the whole step."""
+        return self._clock.seconds(self._begin, self._end)
+
+    def spans(self) -> BlockSpans:
+        """Return the seconds of each block: a backward ends where the next one begins."""
+        seconds, count = self._clock.seconds, len(self._forward)
+        forward = [seconds(marks[0], marks[-1]) for marks in self._forward]
+        backward = [0.0] * count
+        for (place, begin), (_, end) in pairwise(self._backward):
+            backward[place] = seconds(begin, end)
+        for place, begin in self._backward[-1:]:
+            backward[place] = seconds(begin, self._ends.get(place, self._end))
+        return BlockSpans(tuple(forward), tuple(backward))
+
+    def _before(self, _block: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._backward:  # a block that is replayed
+            return
+        place = len(self._forward)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                leaf.register_hook(partial(self._on_input_gradient, place))
+        self._running.append(place)
+        self._forward.append([self._clock.mark()])
+
+    def _after(self, _block: nn.Module, _args: Any, out: Any) -> None:
+        if self._backward or not self._running:
+            return
+        place = self._running.pop()
+        self._forward[place].append(self._clock.mark())
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(self._on_output_gradient, place))
+
+    def _on_output_gradient(self, place: int, _gradient: Tensor) -> None:
+        if all(place != other for other, _ in self._backward):
+            self._backward.append((place, self._clock.mark()))
+
+    def _on_input_gradient(self, place: int, _gradient: Tensor) -> None:
+        self._ends[place] = self._clock.mark()
