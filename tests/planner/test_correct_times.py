@@ -10,10 +10,10 @@ import torch
 import rekindle
 from rekindle._api import planning
 from rekindle.planner.instruments.timing import DeviceClock
-from rekindle.planner.measure.correct_times import correct_times
+from rekindle.planner.measure.correct_times import correct_times, with_plausible_hosts
 from rekindle.planner.profile_model import measuring_device
 from rekindle.planner.types import BlockProfile, Candidate, Profile
-from rekindle.strategy import Keep, Recompute
+from rekindle.strategy import Keep, NumberedOps, Recompute, SavedIndices, Selective
 from tests.toys import Stack
 
 pytest.importorskip("scipy")
@@ -111,3 +111,24 @@ def test_a_measure_step_that_is_faster_than_a_plain_one_shows_that_the_plain_one
     plan = plan_of(SLOW).measured(1, 2.0)
     assert (plan.plain_time, plan.predicted_time, plan.measured_time) == (2.0, 4.0, 2.0)
     assert "(2.00x without a plan)" in str(plan)
+
+
+def hosts(*candidates: Candidate) -> list[tuple[float, float]]:
+    found = with_plausible_hosts(candidates)
+    return [(each.forward_host_seconds, each.backward_host_seconds) for each in found]
+
+
+def on_a_host(strategy: Any, held: int, forward: float, backward: float) -> Candidate:
+    return Candidate(strategy, held, forward_host_seconds=forward, backward_host_seconds=backward)
+
+
+def test_saved_indices_have_the_host_do_no_more_than_a_recompute_of_all() -> None:
+    drop, indices = on_a_host(Recompute(), 1, 2.0, 4.0), on_a_host(SavedIndices((0,)), 5, 3.0, 3.0)
+    assert hosts(KEEP, drop, indices)[1:] == [(2.0, 4.0), (2.0, 3.0)]
+
+
+def test_op_by_op_the_forward_is_the_same_and_a_backward_that_replays_less_is_no_longer() -> None:
+    many = on_a_host(Selective(NumberedOps((0, 1))), 9, 5.0, 7.0)
+    few = on_a_host(Selective(NumberedOps((0,))), 5, 4.0, 6.0)
+    none = on_a_host(Selective(NumberedOps(())), 1, 6.0, 8.0)
+    assert hosts(KEEP, many, few, none)[1:] == [(4.0, 6.0), (4.0, 6.0), (4.0, 8.0)]

@@ -55,6 +55,31 @@ def test_a_block_that_waits_for_the_host_in_a_step_waits_for_it_in_the_profile()
     assert found.blocks[0].candidates[1].backward_host_seconds < 2.1
 
 
+def test_a_host_that_was_faster_in_a_step_is_faster_in_the_profile() -> None:
+    profile = profile_of(ON_A_HOST)
+    late = 0.125  # the device waits for the first half of the first launch
+    spans = BlockSpans((1.0 + late, 1.0), (3.0, 3.0), (0.25, 0.25), (2.0, 2.0))
+    found = calibrate_to_spans(profile, paths(profile), spans).blocks[0].candidates[1]
+    assert (found.forward_host_seconds, found.backward_host_seconds) == (0.25, 2.0)
+    assert (found.forward_seconds, found.backward_seconds) == (1.0, 3.0)
+
+
+def test_a_host_that_waited_for_the_device_in_a_step_is_as_fast_as_it_was_alone() -> None:
+    profile = profile_of(replace(ON_A_HOST, backward_host_seconds=0.5))
+    late = 0.25  # as above
+    spans = BlockSpans((1.0 + late, 1.0), (3.0, 3.0), (1.0, 1.0), (3.0, 3.0))
+    found = calibrate_to_spans(profile, paths(profile), spans)
+    assert found.blocks == profile.blocks
+
+
+def test_a_host_that_launches_what_is_outside_does_not_run_ahead_meanwhile() -> None:
+    profile = with_step_time(replace(profile_of(ON_A_HOST), rest_host_seconds=3.0), 15.0)
+    keep = [profile.candidates(i)[0] for i in range(2)]
+    fast = with_step_time(profile_of(ON_A_HOST), 15.0)
+    assert simulate(profile, keep).seconds > simulate(fast, keep).seconds - 3.0
+    assert simulate(profile, recomputing_all(profile)).seconds == pytest.approx(15.0)
+
+
 def test_a_time_that_is_off_by_far_is_not_believed() -> None:
     profile = profile_of(DROP)
     spans = BlockSpans((100.0, 100.0), (3.0, 3.0))

@@ -270,7 +270,8 @@ class Timeline:
         if point > peak:
             peak, moment = point, self.count + 1
         # The second half of the rest is backward, which begins when all has left.
-        begins = max(seconds + profile.rest_seconds, free_at + profile.rest_seconds / 2)
+        host += profile.rest_host_seconds
+        begins = max(seconds + profile.rest_seconds, free_at + profile.rest_seconds / 2, host)
         return _Forward(moving, peak, moment, held, in_backward, begins, host)
 
     def _backward(self, choice: Sequence[Terms], after: "_Forward") -> Evaluation:
@@ -331,7 +332,7 @@ class _Forward(NamedTuple):
     backward_begins: float
     """When the device begins the backward of the last block, if it need not wait for it."""
     host: float
-    """When the host is done with the forward."""
+    """When the host is done with the forward and the rest."""
 
 
 class _Moving(NamedTuple):

@@ -53,6 +53,11 @@ class BlockSpans:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     """With the replay; 0 for a block that has no backward."""
+    forward_host: tuple[float, ...] = ()
+    """Of the host, where it works beside the device; else 0."""
+    backward_host: tuple[float, ...] = ()
+    host_outside: float = 0.0
+    """Seconds of the host outside the blocks."""
 
 
 @dataclass(frozen=True)
@@ -349,6 +354,9 @@ class Profile:
     output_held: int = 0
     """Bytes of the model's output that stay until the backward has ended."""
     loss: LossSource = "model"
+    rest_host_seconds: float = 0.0
+    """Seconds in which the host launches what is outside the blocks; 0 where host and device are
+    one."""
 
     def candidates(self, position: int) -> tuple[Candidate, ...]:
         """The candidates at one place of the forward."""

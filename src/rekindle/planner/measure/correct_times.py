@@ -1,16 +1,21 @@
 """Corrects measured times that cannot be.
 
+The host is timed a few times only, so its times vary most. But a candidate that goes by saved
+indices has it do no more than one that recomputes all; those that go op by op do the same in the
+forward; and of these, one whose backward replays less has no more to do there.
+
 Every candidate of a block runs all that the plain block runs, and more. A candidate that was
 measured to be faster ran at a quick moment, or the plain block at a slow one. Then all candidates
 of the block are timed again, in turns, so that a slow moment meets all of them; a time that is
 still too short is raised to the plain block's. So no plan is predicted to be faster than no plan.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rekindle.planner.ranks.rank_sync import all_gather
 from rekindle.planner.types import Candidate
+from rekindle.strategy import Recompute, SavedIndices, Selective
 
 TimeAgain = Callable[[list[Candidate]], list[Candidate]]
 """Times candidates once more, in turns, and returns them with the shortest times so far."""
@@ -24,7 +29,37 @@ def correct_times(candidates: list[Candidate], time_again: TimeAgain) -> list[Ca
     is_odd = any(_is_too_fast(candidate, candidates[0]) for candidate in candidates)
     if any(all_gather(is_odd)) and candidates:
         candidates = time_again(candidates)
-    return [no_faster_than(candidates[0], candidate) for candidate in candidates]
+    return [no_faster_than(candidates[0], each) for each in with_plausible_hosts(candidates)]
+
+
+def with_plausible_hosts(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return a block's candidates with times of the host that are not above what they can be."""
+    found = []
+    for candidate in candidates:
+        forward, backward = _at_most(candidate, candidates)
+        found.append(
+            replace(
+                candidate,
+                forward_host_seconds=min(e.forward_host_seconds for e in (candidate, *forward)),
+                backward_host_seconds=min(e.backward_host_seconds for e in (candidate, *backward)),
+            )
+        )
+    return found
+
+
+def _at_most(
+    candidate: Candidate, candidates: Sequence[Candidate]
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Return the candidates whose host has no less to do, in the forward and in the backward."""
+    match candidate.strategy:
+        case SavedIndices():
+            forward = backward = [each for each in candidates if each.strategy == Recompute()]
+        case Selective():
+            forward = [each for each in candidates if isinstance(each.strategy, Selective)]
+            backward = [each for each in forward if each.bytes_held <= candidate.bytes_held]
+        case _:
+            forward = backward = []
+    return forward, backward
 
 
 def _is_too_fast(candidate: Candidate, keep: Candidate) -> bool:

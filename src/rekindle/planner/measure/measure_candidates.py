@@ -4,7 +4,11 @@ from collections.abc import Mapping
 
 from rekindle.planner.candidates import keeping_saved, offloading
 from rekindle.planner.measure.block_benchmark import BlockBenchmark
-from rekindle.planner.measure.correct_times import correct_times, no_faster_than
+from rekindle.planner.measure.correct_times import (
+    correct_times,
+    no_faster_than,
+    with_plausible_hosts,
+)
 from rekindle.planner.progress import count_progress
 from rekindle.planner.types import BlockTrace, Candidate
 from rekindle.strategy import SavedIndices, Selective, TierName
@@ -36,7 +40,9 @@ def offload_candidates(
     Their costs follow from those of the candidates that keep the results, and from the host's time
     for one move.
     """
-    whole = no_faster_than(measured["keep"], benchmark.measure(keeping_saved(trace)))
+    found = benchmark.measure(keeping_saved(trace))
+    *_, found = with_plausible_hosts([measured["recompute"], found])
+    whole = no_faster_than(measured["keep"], found)
     host_seconds = _host_seconds_of_a_move(benchmark, whole, trace, tier)
     keeping = {"saved": whole} | {
         name: candidate

@@ -7,7 +7,7 @@ recomputed; the times outside the blocks are what is missing to the time of that
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rekindle.planner.candidates import recomputing_all
@@ -24,28 +24,52 @@ _ROUNDS = 4
 def calibrate_to_spans(profile: Profile, order: Sequence[str], spans: BlockSpans) -> Profile:
     """Return the profile, with blocks that take as long as they did in a step.
 
+    First the host: it is no slower than it was in the step. It may have been faster there than the
+    step shows, if it had to wait for the device. Then both, to the time that passed.
+
     Args:
         profile: the profile, without the time outside its blocks.
         order: the blocks of the step that was timed, each of which was recomputed.
         spans: their times in it.
     """
+    profile = replace(profile, rest_host_seconds=spans.host_outside)
+    indices = [index for _, index in profile.order]
+    places = places_in(order, [path for path, _ in profile.order])
+    alone = recomputing_all(profile)
+    host = (
+        _factors(
+            indices, places, [each.forward_host_seconds for each in alone], spans.forward_host
+        ),
+        _factors(
+            indices, places, [each.backward_host_seconds for each in alone], spans.backward_host
+        ),
+    )
+    profile = _with_factors(
+        profile,
+        lambda index: [min(of_block.get(index, 1.0), 1.0) for of_block in host],
+        _host_scaled,
+    )
     outside = with_step_time(profile, sum(spans.forward) + sum(spans.backward))
     timeline = Timeline(outside)
-    simulated = timeline.spans(timeline.terms_of(recomputing_all(profile)))
-    places = places_in(order, [path for path, _ in profile.order])
-    factors = [
-        _factors([index for _, index in profile.order], places, own, in_step)
-        for own, in_step in zip(simulated, (spans.forward, spans.backward), strict=True)
-    ]
+    forward, backward = timeline.spans(timeline.terms_of(recomputing_all(profile)))
+    both = (
+        _factors(indices, places, forward, spans.forward),
+        _factors(indices, places, backward, spans.backward),
+    )
+    return _with_factors(
+        profile, lambda index: [of_block.get(index, 1.0) for of_block in both], _scaled
+    )
+
+
+def _with_factors(
+    profile: Profile,
+    factors: Callable[[int], list[float]],
+    scaled: Callable[..., Candidate],
+) -> Profile:
+    """Return the profile with all candidates scaled by the factors of their block."""
     blocks = (
-        replace(
-            block,
-            candidates=tuple(
-                _scaled(each, *(of_block.get(index, 1.0) for of_block in factors))
-                for each in block.candidates
-            ),
-        )
-        for index, block in enumerate(profile.blocks)
+        replace(block, candidates=tuple(scaled(each, *factors(i)) for each in block.candidates))
+        for i, block in enumerate(profile.blocks)
     )
     return replace(profile, blocks=tuple(blocks))
 
@@ -78,7 +102,7 @@ def _factors(
     """Return how many times as long each distinct block took in a step, by its index."""
     predicted, measured = defaultdict[int, float](float), defaultdict[int, float](float)
     for index, place, seconds in zip(indices, places, simulated, strict=True):
-        if place is not None:
+        if place is not None and in_step:
             predicted[index] += seconds
             measured[index] += in_step[place]
     return {
@@ -88,12 +112,19 @@ def _factors(
     }
 
 
+def _host_scaled(candidate: Candidate, forward: float, backward: float) -> Candidate:
+    """Return a candidate with other times of the host."""
+    return replace(
+        candidate,
+        forward_host_seconds=candidate.forward_host_seconds * forward,
+        backward_host_seconds=candidate.backward_host_seconds * backward,
+    )
+
+
 def _scaled(candidate: Candidate, forward: float, backward: float) -> Candidate:
     """Return a candidate with other times, of the device and of the host."""
     return replace(
-        candidate,
+        _host_scaled(candidate, forward, backward),
         forward_seconds=candidate.forward_seconds * forward,
-        forward_host_seconds=candidate.forward_host_seconds * forward,
         backward_seconds=candidate.backward_seconds * backward,
-        backward_host_seconds=candidate.backward_host_seconds * backward,
     )

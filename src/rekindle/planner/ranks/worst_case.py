@@ -35,6 +35,7 @@ _MOST_OF_STEP = (
     "before_bytes",
     "rest_peak",
     "rest_seconds",
+    "rest_host_seconds",
     "first_peak",
     "last_peak",
     "cached_rest_peak",

@@ -4,7 +4,7 @@ A block that runs alone has the device to itself, cool and with work queued ahea
 take longer, or less. So the step with every block recomputed is timed block by block, too.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -16,6 +16,9 @@ from rekindle.planner.instruments.model_lock import for_this_thread
 from rekindle.planner.instruments.timing import Clock
 from rekindle.planner.types import BlockSpans
 from rekindle.torch_private.pytrees import tree_leaves
+
+_Marks = tuple[Any, Any]
+"""Where something begins and where it ends."""
 
 
 def time_with_spans(
@@ -69,14 +72,23 @@ class _SpanRecorder:
 
     def spans(self) -> BlockSpans:
         """Return the seconds of each block: a backward ends where the next one begins."""
-        seconds, count = self._clock.seconds, len(self._forward)
-        forward = [seconds(marks[0], marks[-1]) for marks in self._forward]
-        backward = [0.0] * count
+        forward = [(marks[0], marks[-1]) for marks in self._forward]
+        backward: list[_Marks | None] = [None] * len(forward)
         for (place, begin), (_, end) in pairwise(self._backward):
-            backward[place] = seconds(begin, end)
+            backward[place] = begin, end
         for place, begin in self._backward[-1:]:
-            backward[place] = seconds(begin, self._ends.get(place, self._end))
-        return BlockSpans(tuple(forward), tuple(backward))
+            backward[place] = begin, self._ends.get(place, self._end)
+        host = self._clock.host_seconds
+        forward_host = _seconds(host, forward)
+        backward_host = _seconds(host, backward)
+        in_blocks = sum(forward_host) + sum(backward_host)
+        return BlockSpans(
+            _seconds(self._clock.seconds, forward),
+            _seconds(self._clock.seconds, backward),
+            forward_host,
+            backward_host,
+            max(host(self._begin, self._end) - in_blocks, 0.0),
+        )
 
     def _before(self, _block: nn.Module, args: Any, kwargs: Any) -> None:
         if self._backward:  # a block that is replayed
@@ -103,3 +115,9 @@ class _SpanRecorder:
 
     def _on_input_gradient(self, place: int, _gradient: Tensor) -> None:
         self._ends[place] = self._clock.mark()
+
+
+def _seconds(
+    between: Callable[[Any, Any], float], marks: Sequence[_Marks | None]
+) -> tuple[float, ...]:
+    return tuple(between(*pair) if pair else 0.0 for pair in marks)
