@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import rekindle
 from rekindle.offload.device_offloader import DeviceOffloader
 from rekindle.planner import plan_for_budget, verified_plan
-from rekindle.planner.gradient_fingerprints import FingerprintCollector, GradientFingerprints
 from rekindle.planner.timeline import simulate
 from rekindle.planner.verify import BIT_FOR_BIT, reference_for
 from rekindle.strategy import Keep, Recompute
@@ -273,48 +272,3 @@ def test_with_little_room_the_reference_keeps_a_block_of_each_kind() -> None:
     ]
     strategies = reference_for(plan, profile, simulate(profile, kept).peak)
     assert [path for path, strategy in strategies.items() if strategy == Keep()] == ["0", "3"]
-
-
-def fingerprints(gradients: dict[str, Tensor | None]) -> GradientFingerprints:
-    collector = FingerprintCollector()
-    for key, gradient in gradients.items():
-        if gradient is not None:
-            collector.add(key, gradient)
-    return collector.read()
-
-
-def test_a_checksum_sees_one_bit_and_one_swap() -> None:
-    gradient = torch.randn(1 << 19)
-    for change in (
-        lambda g: g.index_fill_(0, torch.tensor([5]), torch.nextafter(g[5], g[5] + 1).item()),
-        lambda g: g[[70_000, 400_000]].flip(0),
-    ):
-        other = gradient.clone()
-        changed = change(other)
-        if changed.numel() == 2:
-            other[[70_000, 400_000]] = changed
-        taken = fingerprints({"a": gradient, "b": other, "c": gradient.clone()})
-        assert not taken["a"].is_same(taken["b"])
-        assert taken["a"] == taken["c"]
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
-)
-def test_a_sketch_estimates_how_far_apart_gradients_are(dtype: torch.dtype) -> None:
-    gradient = torch.randn(100, 50, dtype=dtype)
-    other = gradient + (0.1 * torch.randn(100, 50, dtype=dtype))
-    taken = fingerprints({"a": gradient, "b": other, "empty": torch.empty(0), "none": None})
-    assert taken["a"].norm == pytest.approx(gradient.norm().abs().item(), rel=0.01)
-    exact = (gradient - other).norm().abs().item()
-    assert 0.5 * exact < taken["a"].distance(taken["b"]) < 2 * exact
-    assert "none" not in taken
-    assert taken["empty"].norm == 0
-
-
-def test_gradients_that_are_not_finite_are_compared_too() -> None:
-    nan, zero = torch.full((3,), float("nan")), torch.zeros(3)
-    taken = fingerprints({"nan": nan, "again": nan.clone(), "zero": zero, "minus": -zero})
-    assert taken["nan"].is_same(taken["again"])
-    assert taken["zero"].is_same(taken["minus"])
-    assert taken["nan"].distance(taken["zero"]) == float("inf")
