@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle.offload.device_offloader import DeviceOffloader
-from rekindle.planner import plan_for_budget, verified_plan
+from rekindle.planner import plan_for_budget, verified_plan, verify
+from rekindle.planner.gradient_fingerprints import GradientFingerprints
 from rekindle.planner.timeline import simulate
 from rekindle.planner.verify import BIT_FOR_BIT, reference_for
 from rekindle.strategy import Keep, Recompute
@@ -197,22 +198,26 @@ def test_wrong_offload_without_another_plan_that_fits_is_refused(
 class Noisy(Block):
     """Draws from somewhere that no replay rewinds, in its backward."""
 
+    noise = 1e-3
+    """The noise's size, relative to each element of the gradient."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return _Noise.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+        return _Noise.apply(super().forward(x), self)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Noise(torch.autograd.Function):
     """The gradient with noise, as of kernels that add up in any order."""
 
     @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, block: Noisy) -> Tensor:
+        ctx.block = block
         return x.clone()
 
     @staticmethod
-    def backward(_ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         seed = struct.unpack("q", os.urandom(8))[0]
         noise = torch.randn(grads[0].shape, generator=torch.Generator().manual_seed(seed))
-        return grads[0] * (1 + 1e-3 * noise)
+        return grads[0] * (1 + ctx.block.noise * noise), None
 
 
 def test_gradients_that_do_not_repeat_are_within_their_spread_and_no_error() -> None:
@@ -227,6 +232,41 @@ def test_noise_does_not_hide_gradients_that_are_wrong(recompute_is_wrong: None) 
     model, x = nn.Sequential(*(Noisy(16) for _ in range(4)), Block(16)), torch.randn(256, 16)
     with pytest.raises(rekindle.RekindleError, match="other gradients"):
         rekindle.fit(model, x, "60%", loss=mean)
+
+
+@pytest.fixture
+def rarely_noisy(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A model whose first block is noisy in each run, and its last but in those of the plan."""
+    blocks = [Noisy(16) for _ in range(4)]
+    for block, noise in zip(blocks, (1e-2, 0.0, 0.0, 1e-2), strict=True):
+        block.noise = noise
+    gradients = verify._gradients
+
+    def without_the_last(*args: Any) -> GradientFingerprints:
+        blocks[-1].noise = 0.0
+        return gradients(*args)
+
+    monkeypatch.setattr(verify, "_gradients", without_the_last)
+    return nn.Sequential(*blocks)
+
+
+def test_noise_that_no_run_of_the_reference_has_is_no_error_if_others_are_noisy(
+    rarely_noisy: nn.Module,
+) -> None:
+    plan = rekindle.fit(rarely_noisy, torch.randn(256, 16), "60%", loss=mean)
+    count = len(list(rarely_noisy.parameters()))
+    found = f"gradients bit for bit but for {count} parameters, within the run-to-run spread"
+    assert (plan.verified or "").startswith(found)
+
+
+def test_gradients_that_are_doubled_are_refused_however_noisy_the_step_is(
+    rarely_noisy: nn.Module,
+) -> None:
+    with (
+        wrong_recompute(1.0),
+        pytest.raises(rekindle.RekindleError, match="farther off than its runs are apart"),
+    ):
+        rekindle.fit(rarely_noisy, torch.randn(256, 16), "60%", loss=mean)
 
 
 def test_the_gradients_of_a_head_outside_the_model_are_compared(

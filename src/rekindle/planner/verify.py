@@ -5,14 +5,27 @@ keeps is recomputed, and any other is kept. So each gradient is computed in two 
 whose engines are wrong is never applied.
 
 Note [Gradients that do not repeat]. Some kernels add up in an order that changes from run to run,
-so two steps that are right may differ. Where gradients differ, the reference is run again. If it
-does not repeat itself either, the plan's distance from it has to be within a multiple of the
-reference's own spread. If it repeats itself bit for bit, what differs is the plan.
+so two steps that are right may differ. Where gradients differ, the reference is run again, a few
+times at most: as soon as its runs explain the plan's gradients, no more are needed. If each
+gradient repeats bit for bit in all runs of the reference, what differs is the plan. If any does
+not, the step as a whole does not repeat: some ops round otherwise in some runs only, and a
+gradient that was the same in two or three runs may differ in the next. So the distance of a
+gradient from the reference has to be within a multiple of a spread, the distance between runs:
+
+- A gradient that did not repeat is judged by its own spread, or by that of all such gradients
+  together, relative to their norm, if that is larger: its own may be small by chance.
+- A gradient that repeated is judged by the largest relative spread of one that did not.
+
+A gradient that is nothing but rounding errors has a relative spread above 1. So the spread of
+other gradients allows a quarter of a norm at most: a gradient that repeats is refused if it is
+zero, doubled, or that of another dropout mask, however noisy the others are.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from math import isfinite, sqrt
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -34,9 +47,11 @@ from rekindle.strategy import Keep, Recompute, Strategy
 
 BIT_FOR_BIT = "gradients bit for bit"
 _REPEATS = 2
-"""Further runs of the reference where gradients differ."""
+"""The most further runs of the reference where gradients differ."""
 _MULTIPLE = 4.0
 """Distance of a plan's gradients from the reference that is allowed, in spreads of the latter."""
+_LIMIT = 0.25
+"""The most that the spread of other gradients allows, relative to a gradient's norm."""
 _NAMED = 3
 """Parameters that an error names; of more, it says how many."""
 
@@ -63,9 +78,15 @@ def verify_gradients(
     count = max(all_gather(len(others)))
     if not count:
         return f"{BIT_FOR_BIT}, {how}"
-    again = [_gradients(step, strategies) for _ in range(_REPEATS)]
-    wrong = [key for key in others if not _is_within(found[key], reference[key], again, key)]
-    text = _format_error(plan, found, reference, wrong) if wrong else None
+    runs, wrong = [reference], others
+    spread: _Spread | None = None
+    for _ in range(_REPEATS):
+        runs.append(_gradients(step, strategies))
+        spread = _spread_of_step(runs)
+        wrong = [key for key in others if not _is_within(key, found[key], runs, spread)]
+        if not any(all_gather(bool(wrong))):
+            break
+    text = _format_error(plan, found, reference, wrong, spread) if wrong else None
     if (message := first_message(text)) is not None:
         raise raised_on_all_ranks(GradientError(message))
     parameters = "1 parameter" if count == 1 else f"{count} parameters"
@@ -117,25 +138,71 @@ def _gradients(step: TrainingStep, strategies: dict[str, Strategy]) -> GradientF
     return found
 
 
+class _Spread(NamedTuple):
+    """Relative distances between runs of the reference, of gradients that do not repeat."""
+
+    largest: float
+    together: float
+    """The distance of all of them, relative to the norm of all of them."""
+
+
+def _spread_of_step(runs: Sequence[GradientFingerprints]) -> _Spread | None:
+    """Return the spread of the reference on all ranks; None if every gradient repeats."""
+    reference = runs[0]
+    keys = dict.fromkeys(key for again in runs[1:] for key in differing_keys(reference, again))
+    found = [(_spread(_runs_of(key, runs)), reference[key].norm) for key in keys]
+    found = [pair for pair in found if pair[1] and all(map(isfinite, pair))]
+    of_ranks = all_gather((bool(keys), found))
+    if not any(differs for differs, _ in of_ranks):
+        return None
+    pairs = [pair for _, of_rank in of_ranks for pair in of_rank]
+    if not pairs:
+        return _Spread(0.0, 0.0)
+    largest = max(distance / norm for distance, norm in pairs)
+    return _Spread(largest, _root(d for d, _ in pairs) / _root(norm for _, norm in pairs))
+
+
+def _runs_of(key: Any, runs: Sequence[GradientFingerprints]) -> list[GradientFingerprint]:
+    return [each[key] for each in runs if key in each]
+
+
+def _spread(runs: Sequence[GradientFingerprint]) -> float:
+    """Return the largest distance between two runs."""
+    return max((one.distance(other) for one, other in combinations(runs, 2)), default=0.0)
+
+
+def _root(numbers: Iterable[float]) -> float:
+    return sqrt(sum(number**2 for number in numbers))
+
+
 def _is_within(
-    found: GradientFingerprint,
-    reference: GradientFingerprint,
-    again: list[GradientFingerprints],
     key: Any,
+    found: GradientFingerprint,
+    runs: Sequence[GradientFingerprints],
+    spread: _Spread | None,
 ) -> bool:
-    """Return whether a gradient is as close to the reference as the reference is to itself."""
-    repeats = [each[key] for each in again if key in each]
-    if all(map(reference.is_same, repeats)):
+    """Return whether a gradient is as close to the reference as the reference is to itself.
+
+    See Note [Gradients that do not repeat].
+    """
+    if spread is None:
         return False
-    if any(map(found.is_same, repeats)):
+    references = _runs_of(key, runs)
+    if any(map(found.is_same, references)):
         return True
-    spread = max(map(reference.distance, repeats))
-    away = min(map(found.distance, [reference, *repeats]))
-    return away <= _MULTIPLE * spread + reference.epsilon * reference.norm
+    norm = references[0].norm
+    repeats = all(map(references[0].is_same, references))
+    of_others = min(_MULTIPLE * (spread.largest if repeats else spread.together), _LIMIT) * norm
+    allowed = max(_MULTIPLE * _spread(references), of_others) + references[0].epsilon * norm
+    return min(map(found.distance, references)) <= allowed
 
 
 def _format_error(
-    plan: Plan, found: GradientFingerprints, reference: GradientFingerprints, wrong: Sequence[Any]
+    plan: Plan,
+    found: GradientFingerprints,
+    reference: GradientFingerprints,
+    wrong: Sequence[Any],
+    spread: _Spread | None,
 ) -> str:
     named = [
         f"  {_format_place(key, plan)}: off by {_format_distance(found[key], reference[key])}"
@@ -143,9 +210,10 @@ def _format_error(
     ]
     if len(wrong) > _NAMED:
         named.append(f"  and {len(wrong) - _NAMED} more")
-    begin = "A step under the plan has other gradients than the same step without it, which repeats"
+    begin = "A step under the plan has other gradients than the same step without it"
+    runs = "which repeats bit for bit" if spread is None else "farther off than its runs are apart"
     end = "The plan is not applied. This is a bug in rekindle: please report it with the model"
-    return "\n".join([f"{begin} bit for bit:", *named, f"{end}."])
+    return "\n".join([f"{begin}, {runs}:", *named, f"{end}."])
 
 
 def _format_place(key: Any, plan: Plan) -> str:
