@@ -11,7 +11,9 @@ import torch
 import rekindle
 from rekindle.planner import verified_plan
 from rekindle.planner.measure.measure_step import MeasuredStep
-from rekindle.strategy import Keep, Recompute, Selective
+from rekindle.planner.training_step import TrainingStep
+from rekindle.planner.types import BlockProfile, Candidate
+from rekindle.strategy import Keep, Recompute, SavedIndices, Selective
 from tests.toys import Stack
 
 pytest.importorskip("scipy")
@@ -102,3 +104,40 @@ def test_a_plan_that_should_take_longer_than_was_measured_is_not_tried(fitted: A
 def test_milliseconds_are_not_late(fitted: Any) -> None:
     _, tried = fitted(lambda plan: plan.predicted_time + 0.0015)
     assert tried == 1
+
+
+KEEP = Candidate(Keep(), 100, 0, 1.0, 2.0, 110, 30)
+DROP = Candidate(Recompute(), 10, 0, 1.0, 2.5, 90, 120)
+AWAY = Candidate(SavedIndices(offloaded=(1,), count=2), 10, 50, 1.0, 2.0, 60, 70, largest_moved=50)
+
+
+def tries_of(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[bool]:
+    """Whether each plan that is tried offloads, if those that do peak too high and take so long."""
+    block = BlockProfile("Block", "Block", (KEEP, DROP, AWAY))
+    order = tuple((f"blocks.{i}", 0) for i in range(8))
+    profile = rekindle.Profile("Stack", "none", "", 0, 0, 0, 0.0, 100.0, (block,), order)
+    limit, tried = 600, []
+
+    def measure_step(_step: Any, plan: rekindle.Plan, _profile: Any, **_: Any) -> MeasuredStep:
+        tried.append(plan.offloads)
+        if plan.offloads:
+            return MeasuredStep(limit + 1, seconds)
+        return MeasuredStep(plan.predicted_peak, plan.predicted_time)
+
+    monkeypatch.setattr(verified_plan, "measure_step", measure_step)
+    step = TrainingStep(Stack(8), torch.randn(1, 16))
+    plan = verified_plan.fastest_verified_plan(step, profile, limit)
+    assert not plan.offloads
+    return tried
+
+
+def test_offload_that_peaks_too_high_and_is_late_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert tries_of(monkeypatch, seconds=99.0) == [True, False]
+
+
+def test_offload_that_peaks_too_high_in_time_is_tried_with_a_lower_aim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert tries_of(monkeypatch, seconds=1.0)[:2] == [True, True]

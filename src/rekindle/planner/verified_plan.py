@@ -8,9 +8,9 @@ gives way to it, too.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -32,7 +32,7 @@ from rekindle.planner.plan_for_budget import (
 from rekindle.planner.progress import report_progress
 from rekindle.planner.ranks.rank_sync import all_gather, has_other_ranks, raised_on_all_ranks
 from rekindle.planner.training_step import TrainingStep
-from rekindle.planner.types import Profile, Solution
+from rekindle.planner.types import Candidate, Profile, Solution
 from rekindle.planner.verify import GradientError, verify_gradients
 from rekindle.sizes import format_bytes
 from rekindle.strategy import Keep, Recompute, Selective
@@ -109,7 +109,10 @@ def _fastest_measured_plan(
     step: TrainingStep, profile: Profile, limit: int, verify: VerifyLevel
 ) -> _MeasuredPlan:
     """Return the fastest of the plan and of plans of fewer strategies that should be faster."""
-    best = _measured_plan(step, profile, limit, verify)
+    best = _measured_unless_late(step, profile, limit, verify)
+    if best is None:
+        profile = _without_offload(profile)
+        best = _measured_plan(step, profile, limit, verify)
     tried = [best[0].blocks]
     for fewer in _with_fewer_strategies(profile, best[0]):
         if _is_as_fast_as(best[0], best[0].predicted_time):
@@ -128,6 +131,37 @@ def _fastest_measured_plan(
     return best
 
 
+def _measured_unless_late(
+    step: TrainingStep, profile: Profile, limit: int, verify: VerifyLevel
+) -> _MeasuredPlan | None:
+    """Return a measured plan; None if it is better made without offload.
+
+    Its steps peak above the limit, and lower aims do not help; or they take longer than a plan
+    without offload should, and with a lower aim they would take longer still.
+    """
+
+    @cache
+    def seconds_without_offload() -> float:
+        try:
+            return solved(_without_offload(profile), limit).predicted_time
+        except BudgetError:
+            return float("inf")
+
+    def is_hopeless(plan: Plan, seconds: float) -> bool:
+        return plan.offloads and seconds > seconds_without_offload()
+
+    try:
+        return _measured_plan(step, profile, limit, verify, is_hopeless)
+    except _AboveLimitError:
+        if _without_offload(profile) == profile:
+            raise
+        return None
+
+
+class _AboveLimitError(BudgetError):
+    """Steps peak above the limit, although their plans were predicted to be within it."""
+
+
 def _is_as_fast_as(plan: Plan, seconds: float) -> bool:
     """Return whether a plan's measured step takes no longer, beyond doubt, than some seconds."""
     return _seconds(plan) <= seconds + max(_NOISE * seconds, _NOISE_SECONDS)
@@ -144,28 +178,43 @@ def _with_fewer_strategies(profile: Profile, plan: Plan) -> Iterator[Profile]:
     Each of them only if the plan uses candidates that it is without. The last one has candidates
     that keep or recompute a whole block alone.
     """
-    from rekindle.planner.solve import solver  # noqa: PLC0415
-
     strategies = [candidate.strategy for _, _, candidate in plan.blocks]
     if plan.offloads:
-        yield solver.without_offload(profile)
+        yield _without_offload(profile)
     if any(isinstance(strategy, Selective) for strategy in strategies):
-        yield solver.only(profile, lambda each: not isinstance(each.strategy, Selective))
+        yield _only(profile, lambda each: not isinstance(each.strategy, Selective))
     if any(strategy not in _WHOLE_BLOCKS for strategy in strategies):
         yield _whole_blocks(profile)
 
 
 def _whole_blocks(profile: Profile) -> Profile:
     """Return the profile with the candidates that keep or recompute a whole block."""
+    return _only(profile, lambda candidate: candidate.strategy in _WHOLE_BLOCKS)
+
+
+def _without_offload(profile: Profile) -> Profile:
+    """Return the profile with the candidates that move nothing."""
+    return _only(profile, lambda candidate: not candidate.bytes_moved)
+
+
+def _only(profile: Profile, is_meant: Callable[[Candidate], bool]) -> Profile:
     from rekindle.planner.solve import solver  # noqa: PLC0415
 
-    return solver.only(profile, lambda candidate: candidate.strategy in _WHOLE_BLOCKS)
+    return solver.only(profile, is_meant)
 
 
 def _measured_plan(
-    step: TrainingStep, profile: Profile, limit: int, verify: VerifyLevel
+    step: TrainingStep,
+    profile: Profile,
+    limit: int,
+    verify: VerifyLevel,
+    is_hopeless: Callable[[Plan, float], bool] = lambda _plan, _seconds: False,
 ) -> _MeasuredPlan:
-    """Solve, and measure a step, until that is within a limit; each time with a lower aim."""
+    """Solve, and measure a step, until that is within a limit; each time with a lower aim.
+
+    Raises an `_AboveLimitError` if that takes too many tries, or a step above the limit took so
+    long that it is hopeless.
+    """
     aim, peak = limit, 0
     for i in range(_TRIES):
         report_progress("solve")
@@ -188,11 +237,13 @@ def _measured_plan(
         peak, seconds = _worst_of_ranks(measured)
         if peak <= limit:
             return plan.measured(peak, seconds), measured.gradients
+        if is_hopeless(plan, seconds):
+            break
         _log.info("the step peaks at %s: planning again", format_bytes(peak))
         aim -= peak - limit + max(limit // 200, 1)
     found = f"measured at {format_bytes(peak)}" if peak > limit + 1 else "out of memory"
     raise raised_on_all_ranks(
-        BudgetError(
+        _AboveLimitError(
             f"Plans for {format_bytes(limit)} were {found}, more than was predicted. Try a larger "
             "budget, or free what else is on the device."
         )
