@@ -29,6 +29,10 @@ _LONG = 0.1
 """Seconds of a block, of device and host, from which on it is timed once: it varies little."""
 
 
+_NOISE_OF_ONE_RUN = 0.02
+"""Share of its seconds by which a block that is timed once may be off."""
+
+
 class BlockBenchmark:
     """Measures candidates of one block, which is run alone with the arguments of a call."""
 
@@ -52,9 +56,9 @@ class BlockBenchmark:
             held, cached, forward_peak, backward_peak = self._measure_memory()
             input_freed, output_freed = self._measure_freed()
             is_long = any(sum(seconds) > _LONG for seconds in first)
+            runs = 1 if is_long else self._clock.runs
             with unmetered():
-                runs = range(1 if is_long else self._clock.runs)
-                times = [self._time_once() for _ in runs]
+                times = [self._time_once() for _ in range(runs)]
         forward, backward, forward_host, backward_host = (
             min(seconds) for seconds in zip(*first, *times, strict=True)
         )
@@ -71,7 +75,7 @@ class BlockBenchmark:
             forward_host_seconds=forward_host,
             backward_host_seconds=backward_host,
             input_freed=input_freed,
-            seconds_noise=_spread(times),
+            seconds_noise=0.0 if self._clock.is_exact else _spread(times),
         )
 
     def time_again(self, candidates: list[Candidate]) -> list[Candidate]:
@@ -179,8 +183,12 @@ class BlockBenchmark:
 def _spread(times: list[tuple[float, float, float, float]]) -> float:
     """Return the seconds from the fastest run to the median one, of the device or of the host.
 
-    Whichever varies more counts. One run that was held up hardly changes a median.
+    Whichever varies more counts. One run that was held up hardly changes a median. Of one run
+    alone that is not known.
     """
+    if len(times) == 1:
+        forward, backward, *host = times[0]
+        return _NOISE_OF_ONE_RUN * max(forward + backward, sum(host))
     devices = [forward + backward for forward, backward, *_ in times]
     hosts = [forward + backward for _, _, forward, backward in times]
     return max(median(devices) - min(devices), median(hosts) - min(hosts))
