@@ -111,9 +111,9 @@ DROP = Candidate(Recompute(), 10, 0, 1.0, 2.5, 90, 120)
 AWAY = Candidate(SavedIndices(offloaded=(1,), count=2), 10, 50, 1.0, 2.0, 60, 70, largest_moved=50)
 
 
-def tries_of(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[bool]:
+def tries_of(monkeypatch: pytest.MonkeyPatch, seconds: float, drop: Candidate = DROP) -> list[bool]:
     """Whether each plan that is tried offloads, if those that do peak too high and take so long."""
-    block = BlockProfile("Block", "Block", (KEEP, DROP, AWAY))
+    block = BlockProfile("Block", "Block", (KEEP, drop, AWAY))
     order = tuple((f"blocks.{i}", 0) for i in range(8))
     profile = rekindle.Profile("Stack", "none", "", 0, 0, 0, 0.0, 100.0, (block,), order)
     limit, tried = 600, []
@@ -141,3 +141,8 @@ def test_offload_that_peaks_too_high_in_time_is_tried_with_a_lower_aim(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert tries_of(monkeypatch, seconds=1.0)[:2] == [True, True]
+
+
+def test_offload_that_should_hardly_be_faster_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    cheap = replace(DROP, backward_seconds=2.01)
+    assert tries_of(monkeypatch, seconds=1.0, drop=cheap) == [False]

@@ -148,6 +148,7 @@ def moving_model(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Tensor, re
     monkeypatch.setattr(
         verified_plan, "_NOISE_SECONDS", float("inf")
     )  # no step is late, however slow
+    monkeypatch.setattr(verified_plan, "_OFFLOAD_GAIN", float("-inf"))  # and offload always pays
     return model, x, profile
 
 

@@ -10,7 +10,7 @@ gives way to it, too.
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 
@@ -45,6 +45,9 @@ _NOISE = 0.02
 """Share of a step's time that says nothing: another run would take more, or less."""
 _NOISE_SECONDS = 0.002
 """Seconds that say nothing, however short a step is."""
+_OFFLOAD_GAIN = 0.02
+"""Share of a step's time that offload has to save: it takes host memory, and the link is less
+steady than the device."""
 _WHOLE_BLOCKS = (Keep(), Recompute())
 
 _MeasuredPlan = tuple[Plan, GradientFingerprints | None]
@@ -109,20 +112,17 @@ def _fastest_measured_plan(
     step: TrainingStep, profile: Profile, limit: int, verify: VerifyLevel
 ) -> _MeasuredPlan:
     """Return the fastest of the plan and of plans of fewer strategies that should be faster."""
-    best = _measured_unless_late(step, profile, limit, verify)
-    if best is None:
-        profile = _without_offload(profile)
-        best = _measured_plan(step, profile, limit, verify)
+    best = _first_measured_plan(step, profile, limit, verify)
     tried = [best[0].blocks]
     for fewer in _with_fewer_strategies(profile, best[0]):
         if _is_as_fast_as(best[0], best[0].predicted_time):
             break
+        plan = _solved_if_any(fewer, limit)
+        if plan is None or plan.blocks in tried or _is_as_fast_as(best[0], plan.predicted_time):
+            continue
+        report_progress("another plan")
         try:
-            solution = solved(fewer, limit)
-            if solution.blocks in tried or _is_as_fast_as(best[0], solution.predicted_time):
-                continue
-            report_progress("another plan")
-            other = _measured_plan(step, fewer, limit, verify)
+            other = _measured_plan(step, fewer, plan, limit, verify)
         except BudgetError:
             continue
         tried.append(other[0].blocks)
@@ -131,30 +131,33 @@ def _fastest_measured_plan(
     return best
 
 
-def _measured_unless_late(
+def _first_measured_plan(
     step: TrainingStep, profile: Profile, limit: int, verify: VerifyLevel
-) -> _MeasuredPlan | None:
-    """Return a measured plan; None if it is better made without offload.
+) -> _MeasuredPlan:
+    """Return the plan of all strategies, or of all but offload, if that is hardly slower or fails.
 
-    Its steps peak above the limit, and lower aims do not help; or they take longer than a plan
-    without offload should, and with a lower aim they would take longer still.
+    Where steps with offload peak above the limit, and take longer than one without it should,
+    another plan with offload, and a lower aim, would take longer still.
     """
-
-    @cache
-    def seconds_without_offload() -> float:
+    report_progress("solve")
+    plan, still = solved(profile, limit), _without_offload(profile)
+    without = _solved_if_any(still, limit) if plan.offloads else None
+    if without is None:
+        return _measured_plan(step, profile, plan, limit, verify)
+    seconds = without.predicted_time
+    if plan.predicted_time <= (1 - _OFFLOAD_GAIN) * seconds:
         try:
-            return solved(_without_offload(profile), limit).predicted_time
-        except BudgetError:
-            return float("inf")
+            return _measured_plan(step, profile, plan, limit, verify, give_up_after=seconds)
+        except _AboveLimitError:
+            report_progress("another plan")
+    return _measured_plan(step, still, without, limit, verify)
 
-    def is_hopeless(plan: Plan, seconds: float) -> bool:
-        return plan.offloads and seconds > seconds_without_offload()
 
+def _solved_if_any(profile: Profile, limit: int) -> Plan | None:
+    """Return the plan for a limit; None if nothing fits."""
     try:
-        return _measured_plan(step, profile, limit, verify, is_hopeless)
-    except _AboveLimitError:
-        if _without_offload(profile) == profile:
-            raise
+        return solved(profile, limit)
+    except BudgetError:
         return None
 
 
@@ -206,21 +209,20 @@ def _only(profile: Profile, is_meant: Callable[[Candidate], bool]) -> Profile:
 def _measured_plan(
     step: TrainingStep,
     profile: Profile,
+    plan: Plan,
     limit: int,
     verify: VerifyLevel,
-    is_hopeless: Callable[[Plan, float], bool] = lambda _plan, _seconds: False,
+    give_up_after: float = float("inf"),
 ) -> _MeasuredPlan:
-    """Solve, and measure a step, until that is within a limit; each time with a lower aim.
+    """Measure a step by a plan, and solve again until one is within a limit; with lower aims.
 
-    Raises an `_AboveLimitError` if that takes too many tries, or a step above the limit took so
-    long that it is hopeless.
+    Raises an `_AboveLimitError` if that takes too many tries, or a step above the limit took longer
+    than `give_up_after`.
     """
     aim, peak = limit, 0
     for i in range(_TRIES):
-        report_progress("solve")
-        if i == 0:
-            plan = solved(profile, aim)
-        else:
+        if i:
+            report_progress("solve")
             choose = _measured_or_smallest if i == _TRIES - 1 else _solve_or_smallest
             plan = plan_chosen(profile, aim, partial(choose, profile, aim, limit))
         report_progress("verify")
@@ -237,7 +239,7 @@ def _measured_plan(
         peak, seconds = _worst_of_ranks(measured)
         if peak <= limit:
             return plan.measured(peak, seconds), measured.gradients
-        if is_hopeless(plan, seconds):
+        if seconds > give_up_after:
             break
         _log.info("the step peaks at %s: planning again", format_bytes(peak))
         aim -= peak - limit + max(limit // 200, 1)
