@@ -239,8 +239,6 @@ def pages() -> dict[Path, list[str]]:
         for name, command in (("h200", f"{fifth} --shape 8b --layers 8 32"), ("cpu", fifth))
         if (path := RESULTS / f"planning-{name}.json").exists()
     ]
-    kept = RESULTS / "zoo-h200.json"
-    models = [json.loads(kept.read_text())] if kept.exists() else []
     first, second = "scripts/bench overhead", "scripts/bench recompute --shape all"
     third = "scripts/bench offload --shape all"
     short = ["torch", "torch reentrant", "rekindle"]
@@ -273,14 +271,22 @@ def pages() -> dict[Path, list[str]]:
                 source(planned, fourth),
                 budget(planned),
                 *(part for r, by in counted for part in (source(r, by), planning(r))),
-                *(part for r in models for part in (source(r, "scripts/bench zoo"), zoo(r))),
             ),
+            zoo_place(),
         ],
         ROOT / "docs" / "compile.md": [
             _joined(source(in_graphs, "scripts/bench compiled --shape all"), compiled(in_graphs))
         ],
         ROOT / "docs" / "offload.md": [_joined(source(moved, third), offload(moved))],
     }
+
+
+def zoo_place(path: Path = RESULTS / "zoo-h200.json") -> str:
+    """The table of the zoo with its source; without results, a line that says so."""
+    if not path.exists():
+        return "Not measured yet: `scripts/bench zoo` does."
+    results = json.loads(path.read_text())
+    return _joined(source(results, "scripts/bench zoo"), zoo(results))
 
 
 def _joined(*parts: str) -> str:

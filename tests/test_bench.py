@@ -16,6 +16,7 @@ from benchmarks.decoder import SHAPES, Block, RunBlock, Shape
 from benchmarks.figures import budget as budget_table
 from benchmarks.figures import planning as planning_table
 from benchmarks.figures import zoo as zoo_table
+from benchmarks.figures import zoo_place
 from benchmarks.strategies import (
     TORCH_EVERY_SECOND,
     TORCH_SELECTIVE,
@@ -193,6 +194,15 @@ def test_a_table_of_the_zoo_has_a_row_for_each_model_also_where_nothing_was_meas
         "| UNET | none | refused | none | 4.0 (11) |",
         "| SWIN | not done in 9 s | not done in 9 s | not done in 9 s |  |",
     ]
+
+
+def test_the_place_of_the_zoo_has_its_table_once_there_are_results(tmp_path: Path) -> None:
+    path = tmp_path / "zoo.json"
+    assert zoo_place(path) == "Not measured yet: `scripts/bench zoo` does."
+    result = {**zoo_result(), "device": "a GPU", "torch": "2.0"}
+    path.write_text(json.dumps(result))
+    source = "`scripts/bench zoo`, one run on a GPU, torch 2.0:"
+    assert zoo_place(path) == f"{source}\n\n{zoo_table(result)}"
 
 
 def test_the_zoo_is_drawn_without_models_that_have_no_figures() -> None:
