@@ -203,19 +203,26 @@ def _by_share(name: str) -> tuple[bool, float]:
 
 def _name_of_fit(name: str) -> str:
     share = name.removeprefix("fit ")
-    return "fit, as gc (line)" if share == "gc" else f"fit {float(share):.0%} (line)"
+    head = "fit, as gc" if share == "gc" else f"fit {float(share):.0%}"
+    return f"{head} (predicted; line)"
 
 
 def _zoo_cell(row: dict[str, Any] | None) -> str:
-    """A time at a peak; of a plan, with the time of the line between plain and gc at this peak."""
+    """A time at a peak; of a plan, with what was predicted, and the time of the line at this peak.
+
+    The line is that between plain and gc.
+    """
     if row is None:
         return "none"
     if row["time_ratio"] is None:
         error = row["error"] or "not measured"
         return "refused" if error.startswith("BudgetError") else error.split(":")[0]
     text = f"{row['time_ratio']:.2f} at {row['peak_ratio']:.2f}"
-    has_line = row["strategy"].startswith("fit ") and row["line_ratio"] is not None
-    return f"{text} ({row['line_ratio']:.2f})" if has_line else text
+    if not row["strategy"].startswith("fit "):
+        return text
+    predicted = f"{row['predicted_time_ratio']:.2f} at {row['predicted_peak_ratio']:.2f}"
+    line = "" if row["line_ratio"] is None else f"; {row['line_ratio']:.2f}"
+    return f"{text} ({predicted}{line})"
 
 
 def source(results: dict[str, Any], command: str) -> str:

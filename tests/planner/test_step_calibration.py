@@ -80,11 +80,18 @@ def test_a_host_that_launches_what_is_outside_does_not_run_ahead_meanwhile() -> 
     assert simulate(profile, recomputing_all(profile)).seconds == pytest.approx(15.0)
 
 
-def test_a_time_that_is_off_by_far_is_not_believed() -> None:
+def test_a_step_that_was_held_up_is_not_believed() -> None:
     profile = profile_of(DROP)
     spans = BlockSpans((100.0, 100.0), (3.0, 3.0))
     (found,) = calibrate_to_spans(profile, paths(profile), spans).blocks
     assert found.candidates[0].forward_seconds == 3.0
+
+
+def test_a_block_that_was_held_up_when_it_ran_alone_is_as_fast_as_in_the_step() -> None:
+    profile = profile_of(replace(DROP, backward_seconds=300.0))
+    spans = BlockSpans((1.0, 1.0), (3.0, 3.0))
+    (found,) = calibrate_to_spans(profile, paths(profile), spans).blocks
+    assert found.candidates[1].backward_seconds == pytest.approx(3.0)
 
 
 def test_blocks_that_another_rank_alone_ran_are_left_as_they_are() -> None:

@@ -16,7 +16,8 @@ from rekindle.planner.timeline import Timeline, simulate
 from rekindle.planner.types import BlockSpans, Candidate, Profile
 
 _MOST = 3.0
-"""The most by which times are scaled: one that is further off was held up by something else."""
+"""How many times as long a block may take in a step as alone: what takes longer was held up by
+something else."""
 _ROUNDS = 4
 """Rounds in which the time outside the blocks is found."""
 
@@ -106,7 +107,7 @@ def _factors(
             predicted[index] += seconds
             measured[index] += in_step[place]
     return {
-        index: min(max(measured[index] / seconds, 1 / _MOST), _MOST)
+        index: min(measured[index] / seconds, _MOST)
         for index, seconds in predicted.items()
         if seconds and measured[index]
     }
