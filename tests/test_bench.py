@@ -103,6 +103,16 @@ def test_every_second_matmul_leaves_gradients_as_they_are() -> None:
     assert all(map(same_bits, plain, again))
 
 
+def test_every_way_to_keep_the_same_ops_runs_the_same_ops_again() -> None:
+    from benchmarks.ops import FLOOR, measure  # noqa: PLC0415
+
+    _, costs = measure(0.0)
+    again = {name: cost.ops_again for name, cost in costs.items() if name.startswith("keep")}
+    assert len(again) == 4
+    assert len(set(again.values())) == 1
+    assert costs[FLOOR].ops_again < again["keep by number"] < costs["recompute"].ops_again
+
+
 def row(strategy: str, time: float, peak: float, predicted: float | None) -> dict[str, Any]:
     return {
         "shape": "8b",
