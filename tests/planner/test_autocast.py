@@ -18,6 +18,7 @@ from rekindle.planner.timeline import simulate
 from rekindle.planner.trace.block_trace import record
 from rekindle.planner.types import BlockTrace, Candidate
 from rekindle.regions import saved_indices
+from rekindle.regions.selective.decisions import Decision
 from rekindle.regions.selective.planned_ops import NumberedOpsPolicy, policy_of
 from rekindle.regions.selective.tensor_table import TensorTable
 from rekindle.strategy import NumberedOps, OpAddress, PlannedOps, SavedIndices, Selective
@@ -345,3 +346,17 @@ def test_casts_count_where_autocast_is_around_the_whole_step() -> None:
     assert profile.casts_in_backward
     assert plan.measured_peak is not None
     assert plan.measured_peak == pytest.approx(plan.predicted_peak, rel=0.02)
+
+
+def test_a_plan_is_not_asked_twice_about_an_op_that_it_does_not_name() -> None:
+    block, x = Block(Branching()), torch.randn(4, 8, requires_grad=True)
+    (tanh,) = [op.address for op in graph_of(block, x).ops if op.name == "aten::tanh"]
+    assert tanh is not None
+    policy = policy_of(PlannedOps((tanh,)))
+    rekindle.apply(block, {"": policy})
+    block(x)
+    decided = {traits.name: traits.decision for traits in policy.op_traits.values()}
+    assert decided.pop("aten::tanh") is None
+    assert {*decided.values()} <= {Decision.RECOMPUTE, None}
+    assert decided["aten::exp"] is Decision.RECOMPUTE
+    rekindle.remove(block)

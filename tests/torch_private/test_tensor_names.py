@@ -19,6 +19,7 @@ from rekindle.torch_private.dispatch_modes import (
     past_modes,
     reads_metadata,
     set_dispatch_state,
+    unseen,
 )
 from rekindle.torch_private.dynamo_frames import is_compiled
 from rekindle.torch_private.fx_nodes import node_of, traced_nodes
@@ -29,7 +30,13 @@ from rekindle.torch_private.module_calls import (
     forward_hooks,
     has_always_called_hooks,
 )
-from rekindle.torch_private.op_types import overload_name, packet_name, packet_short_name, schema_of
+from rekindle.torch_private.op_types import (
+    call_of,
+    overload_name,
+    packet_name,
+    packet_short_name,
+    schema_of,
+)
 from rekindle.torch_private.storages import storage_from_reference, storage_key, storage_users
 from rekindle.torch_private.tensor_identity import WeakTensor, generator_key, tensor_key
 from rekindle.torch_private.torch_function import entered_function_modes, set_function_modes
@@ -65,8 +72,20 @@ def test_ops_run_past_a_mode_that_is_entered() -> None:
         past_modes(x.sin)
         with below_modes():
             x.cos()
+        unseen(torch.exp, x)
         assert dispatch_modes() == 1
     assert mode.ops == []
+
+
+def test_modes_see_what_is_done_with_a_tensor_of_a_subclass() -> None:
+    with Seeing() as mode:
+        unseen(torch.exp, torch.nn.Parameter(torch.ones(2)))
+    assert aten.exp.default in mode.ops
+
+
+def test_an_op_is_called_past_its_python() -> None:
+    assert call_of(aten.add.Tensor)(torch.ones(()), 1).item() == 2
+    assert call_of(torch.ops.higher_order.cond) is torch.ops.higher_order.cond
 
 
 def test_modes_are_left_and_entered_again() -> None:

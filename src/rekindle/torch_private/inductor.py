@@ -1,17 +1,18 @@
 """Code that inductor has written, as it is found in this process."""
 
+import operator
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 _WRITER = "torch._inductor.runtime.compile_tasks"
 
 
-def inductor_has_written() -> bool:
-    """True if this process has loaded code that inductor wrote, or can load some.
+inductor_has_written: Callable[[], bool] = partial(operator.contains, sys.modules, _WRITER)
+"""True if this process has loaded code that inductor wrote, or can load some.
 
-    Tried on torch 2.11 and 2.13. Goes when torch has a public form.
-    """
-    return _WRITER in sys.modules
+Tried on torch 2.11 and 2.13. Goes when torch has a public form."""
 
 
 def is_written_by_inductor(frame: FrameType) -> bool:

@@ -1,5 +1,6 @@
 """The classes of ops (`torch.ops.…`), which policies take as values, and their schemas."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import _ops
@@ -26,6 +27,14 @@ def schema_of(op: Any) -> Any:
     Tried on torch 2.11 and 2.13. Goes when torch has a public form.
     """
     return getattr(op, "_schema", None)
+
+
+def call_of(op: Any) -> Callable[..., Any]:
+    """What calls an op: of an overload, the function of C that its `__call__` in Python calls.
+
+    Tried on torch 2.11 and 2.13. Goes when overloads are called without Python of torch's own.
+    """
+    return op._op if type(op) is OpOverload else op
 
 
 def overload_name(op: OpOverload) -> str:

@@ -20,7 +20,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     again, ran = RecordedOp.rerun, Counter[Any]()
 
     def counted(self: RecordedOp, *args: Any) -> None:
-        ran[self.func] += 1
+        ran[self.traits.func] += 1
         again(self, *args)
 
     monkeypatch.setattr(RecordedOp, "rerun", counted)

@@ -15,6 +15,7 @@ from torch.nn import functional
 import rekindle
 from benchmarks.decoder import SHAPES, Block
 from rekindle import policies
+from rekindle.regions.selective.op_kinds import OpTraits
 from rekindle.regions.selective.selective_region import run
 from tests.toys import Stack, assert_same_step, same_bits
 
@@ -224,3 +225,30 @@ def test_what_is_held_passes_through_hooks_around_the_region() -> None:
         out = run(everything, lambda x: (x + 1).exp().sin(), x)
     assert len(seen) > 0
     assert same_bits(torch.autograd.grad(out.sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("op", "count"),
+    [
+        (aten.mul.Tensor, 2),
+        (aten.addmm.default, 3),
+        (aten.view.default, 1),
+        (aten.cat.default, 0),  # a list of tensors
+        (aten.native_layer_norm.default, 0),  # tensors after a shape
+        (aten.clamp.Tensor, 0),  # tensors that may be None
+        (aten.arange.default, 0),
+    ],
+)
+def test_an_op_whose_tensors_all_come_first_is_known_by_their_number(op: Any, count: int) -> None:
+    assert OpTraits(op).leading == count
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_number_may_take_the_place_of_any_tensor(policy: policies.Policy) -> None:
+    x = torch.randn(8, requires_grad=True)
+
+    def region(x: Tensor) -> Tensor:
+        first, second = aten.mul.Tensor(3, x.sin()), aten.mul.Tensor(x.cos(), 2)
+        return (first.exp() * second.exp()).clamp(torch.zeros(8)).exp()
+
+    assert_same_step(lambda: region(x), lambda: run(policy, region, x), [x])

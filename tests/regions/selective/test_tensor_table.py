@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rekindle.regions.selective.op_graph import RecordedOp, RecordedValue
+from rekindle.regions.selective.op_kinds import OpTraits
 from rekindle.regions.selective.tensor_table import TensorTable
 from tests.toys import leaf, same_bits
 
@@ -14,7 +15,7 @@ def recomputable(table: TensorTable, x: Tensor) -> tuple[Tensor, RecordedValue]:
     """The sine of a tensor, entered with the op that makes it again."""
     source = table.value_of(x)
     out = x.detach().sin()
-    value = RecordedValue(RecordedOp(aten.sin.default, (source,), {}, [source]))
+    value = RecordedValue(RecordedOp(OpTraits(aten.sin.default), (source,), (), {}, is_flat=True))
     table.set_value(out, value)
     return out, value
 

@@ -32,7 +32,6 @@ from rekindle.torch_private.autograd_graph import (
 from rekindle.torch_private.dispatch_modes import PROXY, entered_mode
 from rekindle.torch_private.inductor import (
     dynamo_is_loaded,
-    inductor_has_written,
     is_written_by_inductor,
 )
 from rekindle.torch_private.storages import storage_key
@@ -43,9 +42,10 @@ _DEEP = 16
 
 
 def called_by_generated_code() -> bool:
-    """Returns whether code that inductor wrote runs the op that the calling dispatch mode sees."""
-    if not inductor_has_written():
-        return False
+    """Returns whether code that inductor wrote runs the op that the calling dispatch mode sees.
+
+    Asked only if `inductor_has_written()`.
+    """
     frame: FrameType | None = frame_at(2)
     for _ in range(_DEEP):
         if frame is None:

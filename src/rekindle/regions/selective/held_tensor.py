@@ -12,6 +12,7 @@ from rekindle.offload.saved_tensors import KeptTensor, OffloadedTensor
 from rekindle.regions.recompute import slots
 from rekindle.regions.recompute.collect import Collector
 from rekindle.regions.selective.op_addresses import is_parameter
+from rekindle.torch_private.dispatch_modes import unseen
 from rekindle.torch_private.grad_mode import without_grad
 from rekindle.torch_private.version_counters import detached, version_of, with_versions
 
@@ -42,7 +43,7 @@ class HeldTensor:
         """True if somebody's hooks hold it, so that it takes something to get it."""
         if hooks is None:
             # What an op made gets its `grad_fn` later, and would lead back to who holds it.
-            self._packed: Any = tensor if is_parameter(tensor) else detached(tensor)
+            self._packed: Any = tensor if is_parameter(tensor) else unseen(detached, tensor)
             self._unpack: Callable[[Any], Tensor] | None = None
         else:
             self._nbytes = nbytes_of(tensor)
@@ -66,7 +67,9 @@ class HeldTensor:
     @property
     def slot(self) -> RecordedSlot | None:
         """The slot of the region around that holds it, if one does."""
-        return self._packed if isinstance(self._packed, RecordedSlot) else None
+        if not self.is_elsewhere or not isinstance(self._packed, RecordedSlot):
+            return None
+        return self._packed
 
     def on_device(self) -> Tensor | None:
         """The tensor, unless somebody's hooks have it."""
@@ -98,12 +101,12 @@ class HeldTensor:
 
     def get(self) -> Tensor:
         """The tensor as the region used it; an error if it has been changed since."""
-        if self._unpack is not None:
-            if isinstance(self._packed, Tensor):  # perhaps the very tensor that hooks were given
-                self._check_version(self._packed)
-            return self._unpack(self._packed)
         tensor: Tensor = self._packed
-        if is_parameter(tensor) and _has_no_memory(tensor):
+        if self._unpack is not None:
+            if isinstance(tensor, Tensor):  # perhaps the very tensor that hooks were given
+                self._check_version(tensor)
+            return self._unpack(tensor)
+        if type(tensor) is not Tensor and is_parameter(tensor) and _has_no_memory(tensor):
             raise CheckpointError(
                 f"A parameter, {tensor.dtype} {list(tensor.shape)}, has no memory any more: it was "
                 "sharded again after the region used it, and what the region has to make again "

@@ -11,8 +11,8 @@ that an op left unwritten (`empty`), because something that no dispatcher sees m
 the results of ops that change a buffer, which must not change it twice.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from rekindle.regions.recompute import rng_state as random_state
 from rekindle.regions.recompute.torch_state import TorchState
 from rekindle.regions.selective import kernel_backends
 from rekindle.regions.selective.op_addresses import is_parameter
+from rekindle.regions.selective.op_kinds import OpTraits
 from rekindle.torch_private.autocast import any_autocast
 from rekindle.torch_private.func_transforms import func_transform, old_vmap_level
 from rekindle.torch_private.grad_mode import (
@@ -78,34 +79,51 @@ class RecordedValue:
 
         Note [What an op saves before it runs].
         """
-        if self.held is not None and self.held.slot is not None:
-            self.held.slot.note_just_saved()
+        slot = None if self.held is None else self.held.slot
+        if slot is not None:
+            slot.note_just_saved()
+
+
+class Settings(NamedTuple):
+    """Settings of forward that decide what an op does; None for those that do not."""
+
+    rng: random_state.RngState | None = None
+    """Random state from before the op, if it draws numbers."""
+    backends: kernel_backends.Switches | None = None
+    """Switches of kernel backends, if they decide which kernel computes the op."""
+    grad_mode: bool | None = None
+    """Grad mode, if the op may do something else where gradients are off."""
+
+
+_NO_SETTINGS = Settings()
 
 
 class RecordedOp:
     """One op of a recorded region, to be run again on the same values."""
 
     __slots__ = (
-        *("args", "backends", "func", "grad_mode", "inputs", "kwargs", "outputs", "rng"),
-        "_default_dtype",
+        *("_default_dtype", "args", "inputs", "is_flat", "kwargs", "outputs", "settings"),
+        "traits",
     )
 
     def __init__(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[RecordedValue]
+        self,
+        traits: OpTraits,
+        inputs: Sequence[RecordedValue],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_flat: bool,
     ) -> None:
-        self.func = func
-        self.args = args
-        """Arguments, with values in place of tensors."""
-        self.kwargs = kwargs
+        self.traits = traits
         self.inputs = inputs
-        """The values among the arguments."""
+        """The values of its tensors."""
+        self.is_flat = is_flat
+        """True if its arguments are its tensors, and then `args` and `kwargs`, which have none."""
+        self.args = args
+        """Arguments, with values in place of tensors; of a flat op, those after the tensors."""
+        self.kwargs = kwargs
         self.outputs: list[ref[RecordedValue]] = []
-        self.rng: random_state.RngState | None = None
-        """Random state from before the op, if it draws numbers."""
-        self.backends: kernel_backends.Switches | None = None
-        """Switches of kernel backends, if they decide which kernel computes the op."""
-        self.grad_mode: bool | None = None
-        """Grad mode in forward, if the op may do something else where gradients are off."""
+        self.settings = _NO_SETTINGS
         self._default_dtype = _default_dtype()
 
     def rerun(self, remade: list[RecordedValue], for_good: bool, is_plain: bool) -> None:
@@ -115,51 +133,46 @@ class RecordedOp:
         made from, and that goes as soon as nothing else needs it. Otherwise they are added to
         `remade`. With `is_plain`, there are no autocast, autograd or transforms to leave.
         """
-        given = self._given(remade)  # for which a region around this one may be replayed
-        if is_plain and self.grad_mode is None:
-            out = self._run(*given)
+        traits, kwargs = self.traits, self.kwargs
+        args: list[Any]
+        if self.is_flat:  # to fetch a tensor, a region around this one may be replayed
+            args = [_tensor_of(v, remade) if v.remade is None else v.remade for v in self.inputs]
+            args += self.args
         else:
-            out = _as_recorded(self._run, *given)
+            args = [_tensor_for(arg, remade) for arg in self.args]
+            kwargs = {key: _tensor_for(arg, remade) for key, arg in kwargs.items()}
+        if not is_plain or self.settings.grad_mode is not None:
+            out = _as_recorded(self._run, args, kwargs)
+        elif self.settings is _NO_SETTINGS and self._default_dtype is _default_dtype():
+            out = traits.call(*args, **kwargs)
+        else:
+            out = self._run(args, kwargs)
         tensors = (out,) if type(out) is Tensor else tensors_of(out)
         for weak, tensor in zip(self.outputs, tensors, strict=True):
             value = weak()
             if value is not None and value.held is None:
-                if not for_good:
-                    remade.append(value)
                 value.remade = tensor
                 if for_good:
                     value.op = None
-
-    def _given(self, remade: list[RecordedValue]) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments with tensors in place of values."""
-        args = []
-        for arg in self.args:  # as `_tensor_for`, without a call for most
-            kind = type(arg)
-            if kind is RecordedValue and arg.remade is not None:
-                args.append(arg.remade)
-            elif kind is RecordedValue or kind is list or kind is tuple:
-                args.append(_tensor_for(arg, remade))
-            else:
-                args.append(arg)
-        if not self.kwargs:
-            return args, self.kwargs
-        return args, {key: _tensor_for(arg, remade) for key, arg in self.kwargs.items()}
+                else:
+                    remade.append(value)
 
     def _run(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run the op under the settings that it ran under in forward."""
-        rng = None if self.rng is None else random_state.now(self.rng)
-        backends = None if self.backends is None else kernel_backends.snapshot()
+        then = self.settings
+        rng = None if then.rng is None else random_state.now(then.rng)
+        backends = None if then.backends is None else kernel_backends.snapshot()
         dtype, grad_mode = _default_dtype(), grad_enabled()
         if (
             dtype is self._default_dtype
             and rng is None
-            and self.grad_mode is None
-            and backends == self.backends
+            and then.grad_mode is None
+            and backends == then.backends
         ):
-            return self.func(*args, **kwargs)
+            return self.traits.call(*args, **kwargs)
 
         def put_back() -> None:
-            if self.grad_mode is not None:
+            if then.grad_mode is not None:
                 set_grad_enabled(grad_mode)
             if dtype is not self._default_dtype:
                 torch.set_default_dtype(dtype)
@@ -169,15 +182,15 @@ class RecordedOp:
                 random_state.restore(rng)
 
         try:
-            if self.rng is not None:
-                random_state.restore(self.rng)
-            if self.backends is not None:
-                kernel_backends.restore(self.backends)
+            if then.rng is not None:
+                random_state.restore(then.rng)
+            if then.backends is not None:
+                kernel_backends.restore(then.backends)
             if dtype is not self._default_dtype:
                 torch.set_default_dtype(self._default_dtype)
-            if self.grad_mode is not None:
-                set_grad_enabled(self.grad_mode)
-            out = self.func(*args, **kwargs)
+            if then.grad_mode is not None:
+                set_grad_enabled(then.grad_mode)
+            out = self.traits.call(*args, **kwargs)
             put_back()
         except BaseException:  # Note [Put back as often as asked]
             put_back()
@@ -185,13 +198,18 @@ class RecordedOp:
         return out
 
 
+def _tensor_of(value: RecordedValue, remade: list[RecordedValue]) -> Tensor:
+    """The tensor of a value that an op is given."""
+    tensor = value.tensor(remade)
+    assert tensor is not None, "ops are run in order"
+    return tensor
+
+
 def _tensor_for(arg: Any, remade: list[RecordedValue]) -> Any:
     """An argument with tensors in place of values."""
     kind = type(arg)
     if kind is RecordedValue:
-        tensor = arg.tensor(remade)
-        assert tensor is not None, "ops are run in order"
-        return tensor
+        return _tensor_of(arg, remade)
     if kind is list or kind is tuple:
         return kind([_tensor_for(item, remade) for item in arg])
     return arg
@@ -215,16 +233,12 @@ def _needed_ops(wanted: RecordedValue) -> list[RecordedOp]:
     stack: list[RecordedOp] = [wanted.op]
     while stack:
         op = stack[-1]
-        if op in order:
-            stack.pop()
-            continue
-        is_ready = True
+        depth = len(stack)
         for value in op.inputs:
             maker = value.op
             if maker is not None and value.remade is None and maker not in order:
                 stack.append(maker)
-                is_ready = False
-        if is_ready:
+        if len(stack) == depth:
             order[stack.pop()] = None
     return list(order)[::-1]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rekindle.torch_private.dispatch_modes import reads_metadata
 from rekindle.torch_private.grad_mode import grad_enabled
-from rekindle.torch_private.op_types import packet_short_name, schema_of
+from rekindle.torch_private.op_types import call_of, packet_short_name, schema_of
 from rekindle.torch_private.torch_checkpoint import SAC_IGNORED_OPS
 
 if TYPE_CHECKING:
@@ -87,21 +87,40 @@ def can_be_run_again(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]
     return False
 
 
+def leading_tensors(func: Any) -> int:
+    """The number of tensors that an op's arguments begin with; 0 if others may follow."""
+    schema = schema_of(func)
+    if schema is None:
+        return 0
+    are_tensors = [str(argument.type) == "Tensor" for argument in schema.arguments]
+    count = [*are_tensors, False].index(False)
+    rest = schema.arguments[count:]
+    if any("Tensor" in str(argument.type) or str(argument.type) == "Any" for argument in rest):
+        return 0
+    return 0 if any(argument.kwarg_only for argument in schema.arguments[:count]) else count
+
+
 class OpTraits:
     """Properties of an op under a policy, found out once."""
 
     __slots__ = (
-        *("decision", "depends_on_backends", "depends_on_grad_mode", "func", "is_ignored", "kind"),
-        "name",
+        *("call", "decision", "depends_on_backends", "depends_on_grad_mode", "func", "is_ignored"),
+        *("has_settings", "is_pure", "is_view", "kind", "leading", "name"),
     )
 
     def __init__(self, func: Any) -> None:
         self.func = func  # so that its id, by which this is found, stays its own
+        self.call = call_of(func)
         self.kind = kind_of(func)
+        self.is_view = self.kind is OpKind.VIEW
+        self.is_pure = self.is_view or self.kind is OpKind.PURE
+        """True if the op can be run again whatever its arguments are, and draws no numbers."""
+        self.leading = leading_tensors(func)
         self.name = func.name() if hasattr(func, "name") else str(func)
         self.is_ignored = func in SAC_IGNORED_OPS
         """True if policies are not asked about the op, as in torch."""
         self.depends_on_backends = depends_on_backends(func)
         self.depends_on_grad_mode = depends_on_grad_mode(func)
+        self.has_settings = self.depends_on_backends or self.depends_on_grad_mode
         self.decision: Decision | None = None
         """The policy's decision, if it is the same every time and the op's inputs are not kept."""

@@ -47,6 +47,7 @@ class PlannedOpsPolicy(Policy):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_doubtful", set())
+        object.__setattr__(self, "op_traits", {})
         object.__setattr__(self, "by_address", self._decisions(without=frozenset()))
         super().__post_init__()
 

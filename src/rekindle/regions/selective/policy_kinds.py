@@ -16,6 +16,7 @@ from rekindle.errors import RekindleError
 from rekindle.regions.selective.decisions import FOR_TORCH, Decision, decision_of
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext, runs_one_of
 from rekindle.regions.selective.op_addresses import PlannedDecisions, PlannedOpCounter
+from rekindle.regions.selective.op_kinds import OpTraits
 from rekindle.regions.selective.op_names import (
     OpSpec,
     cheap,
@@ -75,6 +76,9 @@ class Policy:
     """Decisions by the number of an op in its region, if that alone decides, but `recompute`."""
     by_address: PlannedDecisions | None = None
     """Decisions by the address of an op in its block, if that alone decides, but `recompute`."""
+    op_traits: dict[int, OpTraits]
+    """Of a policy by addresses: traits of ops by their ids, with the decision on names that it does
+    not have."""
 
     def matches(self, ran: PlannedOpCounter, block: str) -> bool:  # noqa: ARG002
         """Returns whether a block ran what a policy by addresses was made for, after each call."""

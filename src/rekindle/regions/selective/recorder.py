@@ -1,6 +1,6 @@
 """The dispatch mode that records a region's forward, and asks the policy about each result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import local
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -23,22 +23,30 @@ from rekindle.regions.selective.op_addresses import (
 from rekindle.regions.selective.op_graph import (
     RecordedOp,
     RecordedValue,
+    Settings,
     shows_a_parameter,
     source_bytes,
     tensors_of,
 )
 from rekindle.regions.selective.op_kinds import OpKind, OpTraits, can_be_run_again
 from rekindle.regions.selective.policy_contexts import PolicyState
-from rekindle.regions.selective.tensor_table import TensorTable
+from rekindle.regions.selective.tensor_table import NO_TENSORS, TensorTable
 from rekindle.torch_private.cuda import is_capturing
-from rekindle.torch_private.dispatch_modes import FAKE, PROXY, TorchDispatchMode, entered_mode
+from rekindle.torch_private.dispatch_modes import (
+    FAKE,
+    PROXY,
+    TorchDispatchMode,
+    dispatch_modes,
+    entered_mode,
+)
 from rekindle.torch_private.grad_mode import grad_enabled
+from rekindle.torch_private.inductor import inductor_has_written
 from rekindle.torch_private.op_types import schema_of
 
 if TYPE_CHECKING:
     from rekindle.regions.selective.policy_kinds import Policy
 
-_PURE, _VIEW, _METADATA, _CHANGES = OpKind.PURE, OpKind.VIEW, OpKind.METADATA, OpKind.CHANGES
+_METADATA, _CHANGES = OpKind.METADATA, OpKind.CHANGES
 _KEEP, _RECOMPUTE = Decision.KEEP, Decision.RECOMPUTE
 _PLANNED = frozenset(AS_PLANNED.values())
 
@@ -119,6 +127,10 @@ class OpRecorder(TorchDispatchMode):
         self._state = PolicyState(region)
         self._fake = entered_mode(FAKE)
         self._proxy_mode = entered_mode(PROXY)
+        self.modes = dispatch_modes() + 1
+        """Number of modes up to this one; 0 if one of them makes a graph, or fake tensors."""
+        if self._fake is not None or self._proxy_mode is not None:
+            self.modes = 0
         self._used_tiers: set[Decision] = set()
         self._was_paused = _thread.is_paused
 
@@ -154,7 +166,10 @@ class OpRecorder(TorchDispatchMode):
             self._check_addresses(self._counter)
 
     def is_inside_a_trace(self) -> bool:
-        """Returns whether an op of the region runs others to make a graph: they are not its own."""
+        """Returns whether an op of the region runs others to make a graph: they are not its own.
+
+        It need not be asked while there are `modes`: whoever makes a graph enters one more.
+        """
         return entered_mode(FAKE) is not self._fake or entered_mode(PROXY) is not self._proxy_mode
 
     def hold_pending(self) -> None:
@@ -174,23 +189,14 @@ class OpRecorder(TorchDispatchMode):
         value = table.find(tensor)
         if value is None:
             value = _unrecorded_for_save(is_saved, table.value_of, tensor)
-        elif value.held is None and self._is_view_of_held(value):
-            _unrecorded_for_save(is_saved, table.hold, tensor, value, None)  # costs no memory
+        elif value.held is None:
+            if _is_view_of_held(value):
+                _unrecorded_for_save(is_saved, table.hold, tensor, value, None)  # costs no memory
         elif is_saved:
             value.note_just_saved()
         if is_saved:
             table.just_saved.add(value)
         return value
-
-    def _is_view_of_held(self, value: RecordedValue) -> bool:
-        """True if a value is a view of one that is held here."""
-        while value.held is None and value.op is not None:
-            op = value.op
-            traits = self._traits.get(id(op.func))
-            if traits is None or traits.kind is not _VIEW or not op.inputs:
-                return False
-            value = op.inputs[0]
-        return value.held is not None and value.held.can_have_views
 
     def note_just_saved(self, value: RecordedValue) -> None:
         """Note that a region inside this one has autograd save a value of this one again."""
@@ -223,17 +229,15 @@ class OpRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         thread = _thread
-        if (  # the last two are `is_inside_a_trace`, without the call
-            thread.is_paused
-            or entered_mode(FAKE) is not self._fake
-            or entered_mode(PROXY) is not self._proxy_mode
-        ):
+        if thread.is_paused or (dispatch_modes() + 1 != self.modes and self.is_inside_a_trace()):
             return func(*args, **(kwargs or {}))
         traits = self._traits.get(id(func))
         if traits is None:
             traits = self._traits[id(func)] = OpTraits(func)
         kind = traits.kind
-        if kind is _METADATA or (called_by_generated_code() and kind is not _CHANGES):
+        if kind is _METADATA or (
+            inductor_has_written() and kind is not _CHANGES and called_by_generated_code()
+        ):
             return func(*args, **(kwargs or {}))
         if self.table.pending:  # not by `_unrecorded`: this is the hot path
             thread.is_paused = True
@@ -242,8 +246,8 @@ class OpRecorder(TorchDispatchMode):
             finally:
                 thread.is_paused = False
         rng = None
-        if kind is _PURE or kind is _VIEW:
-            out = func(*args, **kwargs) if kwargs else func(*args)
+        if traits.is_pure:
+            out = traits.call(*args, **kwargs) if kwargs else traits.call(*args)
         elif can_be_run_again(kind, args, kwargs):
             rng = rng_state.snapshot(()) if kind is OpKind.RANDOM else None
             out = func(*args, **(kwargs or {}))
@@ -267,28 +271,20 @@ class OpRecorder(TorchDispatchMode):
         decision = traits.decision
         if decision is None:
             decision = self._decide(traits, out, args, kwargs)
-        is_view = traits.kind is _VIEW
         tensors = (out,) if type(out) is Tensor else tensors_of(out)
-        if is_view and table.has_unwritten and args and table.is_unwritten(args[0]):
-            table.add_unwritten(tensors, traits.func)
-            return
-        if decision is _KEEP and not is_view:  # how it was made is of no interest
+        if traits.is_view:
+            if table.has_unwritten and args and table.is_unwritten(args[0]):
+                table.add_unwritten(tensors, traits.func)
+                return
+        elif decision is _KEEP:  # how it was made is of no interest
             for tensor in tensors:
                 table.hold_after_op(tensor, RecordedValue(None), traits.func, self._hooks)
             return
-        inputs: list[RecordedValue] = []
-        values = table.values_for(args, inputs)
-        op = RecordedOp(
-            traits.func, values, kwargs and table.values_for_kwargs(kwargs, inputs), inputs
-        )
-        op.rng = rng
-        if traits.depends_on_grad_mode:
-            op.grad_mode = grad_enabled()
-        if traits.depends_on_backends:
-            op.backends = kernel_backends.snapshot()
-        if is_view and decision is not _RECOMPUTE and shows_a_parameter(op):
+        op = self._recorded(traits, args, kwargs, rng)
+        inputs = op.inputs
+        if decision is not _RECOMPUTE and traits.is_view and shows_a_parameter(op):
             decision = _RECOMPUTE  # whose memory may be exchanged
-        from_parameters = self._counter is not None and _are_from_parameters(inputs)
+        from_parameters = _are_from_parameters(inputs)
         needs_replay = self._may_replay and decision is _RECOMPUTE and _need_replay(inputs)
         for tensor in tensors:
             value = RecordedValue(op)
@@ -301,6 +297,30 @@ class OpRecorder(TorchDispatchMode):
                 table.hold_after_op(tensor, value, traits.func, hooks, at_once)
             else:
                 table.set_value(tensor, value)
+
+    def _recorded(
+        self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], rng: Any
+    ) -> RecordedOp:
+        """An op with values in place of tensors, and with the settings that decide what it does."""
+        table = self.table
+        count = traits.leading
+        while count and type(args[count - 1]) in NO_TENSORS:  # a number in the place of a tensor
+            count -= 1
+        inputs = table.values_of(args[:count]) if count else None
+        if inputs is not None:
+            op = RecordedOp(traits, inputs, args[count:], kwargs, is_flat=True)
+        else:
+            inputs = []
+            args = table.values_for(args, inputs)
+            kwargs = table.values_for_kwargs(kwargs, inputs)
+            op = RecordedOp(traits, inputs, args, kwargs, is_flat=False)
+        if traits.has_settings or rng is not None:
+            op.settings = Settings(
+                rng,
+                kernel_backends.snapshot() if traits.depends_on_backends else None,
+                grad_enabled() if traits.depends_on_grad_mode else None,
+            )
+        return op
 
     def _run_once(
         self, func: Any, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -329,6 +349,9 @@ class OpRecorder(TorchDispatchMode):
     ) -> Decision:
         """The decision on an op's result: by address, by number, or as the policy says."""
         if self._by_address is not None:
+            if traits.name not in self._by_address:
+                traits.decision = _RECOMPUTE  # the policy's own traits, whose names only get fewer
+                return _RECOMPUTE
             return self._decide_by_address(traits.name, (*args, *kwargs.values()))
         if self._by_number is not None:
             return self._by_number.get(self._state.number, _RECOMPUTE)
@@ -337,7 +360,7 @@ class OpRecorder(TorchDispatchMode):
     def _decide_by_address(self, name: str, given: tuple[Any, ...]) -> Decision:
         """The decision by the op's address; `given` are all arguments of the op."""
         counter = self._counter
-        if counter is None or name not in counter.counts:
+        if counter is None:
             return _RECOMPUTE
         if depends_on_parameters_alone(given, self.table.is_from_parameters):
             return _RECOMPUTE
@@ -383,15 +406,27 @@ _TRAITS: dict[int, OpTraits] = {}
 
 def _traits_under(policy: "Policy") -> dict[int, OpTraits]:
     """Traits of ops under a policy, by the id of each op."""
+    if policy.by_address is not None:
+        return policy.op_traits
     return _traits_by_policy.setdefault(policy, {}) if policy.by_op_alone else _TRAITS
 
 
-def _need_replay(inputs: list[RecordedValue]) -> bool:
+def _is_view_of_held(value: RecordedValue) -> bool:
+    """True if a value that is not held is a view of one that is held here."""
+    while value.held is None:
+        op = value.op
+        if op is None or not op.traits.is_view or not op.inputs:
+            return False
+        value = op.inputs[0]
+    return value.held.can_have_views
+
+
+def _need_replay(inputs: Sequence[RecordedValue]) -> bool:
     """True if only a replay of the region makes an input again."""
     return any(value.needs_replay for value in inputs)
 
 
-def _are_from_parameters(inputs: list[RecordedValue]) -> bool:
+def _are_from_parameters(inputs: Sequence[RecordedValue]) -> bool:
     """True if parameters alone decide all inputs, and there is one."""
     if not inputs or not inputs[0].from_parameters:
         return False

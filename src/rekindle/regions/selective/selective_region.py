@@ -26,8 +26,12 @@ from rekindle.regions.selective.compiled_code import (
 from rekindle.regions.selective.held_tensor import RecordedSlot
 from rekindle.regions.selective.op_graph import RecordedValue, remake
 from rekindle.regions.selective.recorder import OpRecorder, is_recording
-from rekindle.torch_private.autograd_graph import exec_group, keep_graph, runs_whole_graph
-from rekindle.torch_private.dispatch_modes import past_modes
+from rekindle.torch_private.autograd_graph import (
+    FUNCTION_APPLY,
+    keep_graph,
+    runs_whole_graph,
+)
+from rekindle.torch_private.dispatch_modes import dispatch_modes, past_modes
 from rekindle.torch_private.dynamo_frames import not_compiled
 from rekindle.torch_private.saved_tensor_hooks import top_hooks
 
@@ -120,7 +124,7 @@ class SelectiveRegion(Region):
     def pack(self, x: Tensor) -> "SelectiveSlot | Slot | KeptTensor":
         """OffloadedTensor-tensor hook: a slot for the value that the tensor has now."""
         recorder = self._recorder
-        if recorder.is_inside_a_trace():
+        if dispatch_modes() != recorder.modes and recorder.is_inside_a_trace():
             if self._replay is not None:
                 self._replay.note_trace(site_of(frame_at(1)))
             return KeptTensor(x)
@@ -128,7 +132,7 @@ class SelectiveRegion(Region):
             replayed = self._slot_by_replay(x, self._replay, frame_at(1))
             if replayed is not None:
                 return replayed
-        elif saved_by_compiled_code(x, frame_at(1)):
+        elif frame_at(1).f_code is FUNCTION_APPLY and saved_by_compiled_code(x, frame_at(1)):
             note_compiled_code(self.function, True)
         value = recorder.value_saved(x)
         slot = SelectiveSlot(self, value)
@@ -199,7 +203,7 @@ class SelectiveRegion(Region):
         shared_by = replay_is_shared_by()
         for_good = (
             shared_by is not None
-            and exec_group() is None
+            and shared_by[0] == "backward"
             and not keep_graph()
             and runs_whole_graph()
         )

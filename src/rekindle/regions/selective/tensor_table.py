@@ -27,13 +27,16 @@ from rekindle.regions.selective.autocast_casts import CAST, cast_parameter
 from rekindle.regions.selective.held_tensor import HeldTensor, Hooks, copy_of, nbytes_of
 from rekindle.regions.selective.op_addresses import is_parameter
 from rekindle.regions.selective.op_graph import RecordedOp, RecordedValue
+from rekindle.regions.selective.op_kinds import OpTraits
 from rekindle.torch_private.autocast import any_autocast
+from rekindle.torch_private.dispatch_modes import unseen
 from rekindle.torch_private.fake_mode import FakeTensor
 from rekindle.torch_private.storages import storage_key
 
 _SMALL_BYTES = 1 << 18
+_CAST_TRAITS = OpTraits(CAST)
 _MANY_ENTRIES = 16
-_NO_TENSORS = frozenset(
+NO_TENSORS = frozenset(
     [int, float, bool, str, list, type(None), torch.dtype, torch.device, torch.layout]
 )
 """Types of most arguments that are no tensors: `isinstance` takes five times as long to tell."""
@@ -102,14 +105,22 @@ class TensorTable:
     def find(self, tensor: Tensor) -> RecordedValue | None:
         """The value of a tensor, if the region has met it and it still has the same memory."""
         found = self._entries.get(id(tensor))
-        if found is not None and found[0]() is tensor and found[2] == _address(tensor):
-            return found[1]
-        return None
+        if (
+            found is None
+            or found[0]() is not tensor
+            or (found[2] and found[2] != tensor.data_ptr())
+        ):
+            return None
+        return found[1]
 
     def value_of(self, tensor: Tensor) -> RecordedValue:
         """The value of a tensor; one that the region did not make is held as it is."""
         value = self.find(tensor)
         if value is not None:
+            return value
+        if type(tensor) is nn.Parameter:  # as below, which most of them need not ask
+            value = RecordedValue(None)
+            self.hold(tensor, value, None)
             return value
         parameter = cast_parameter(tensor) if self._under_autocast else None
         if parameter is not None:
@@ -122,7 +133,7 @@ class TensorTable:
             _, _, made_by = self._entries[id(tensor)]
             self.hold(tensor, value, made_by)
         elif _may_be_a_buffer(tensor):
-            value.hold(HeldTensor(copy_of(tensor), None, self._hooks))
+            value.hold(HeldTensor(unseen(copy_of, tensor), None, self._hooks))
             self.set_value(tensor, value)
         else:
             self.hold(tensor, value, None)
@@ -131,7 +142,7 @@ class TensorTable:
     def _value_of_cast(self, parameter: nn.Parameter, cast: Tensor) -> RecordedValue:
         """The value of a cast of a parameter from outside the region: it is made again."""
         source = self.value_of(parameter)
-        op = RecordedOp(CAST, (source,), {"dtype": cast.dtype}, [source])
+        op = RecordedOp(_CAST_TRAITS, (source,), (), {"dtype": cast.dtype}, is_flat=True)
         value = RecordedValue(op)
         value.from_parameters = True
         op.outputs.append(ref(value))
@@ -140,26 +151,37 @@ class TensorTable:
 
     def set_value(self, tensor: Tensor, value: RecordedValue) -> None:
         """Enter a tensor with its value."""
-        self._entries[id(tensor)] = ref(tensor), value, _address(tensor)
+        try:
+            address = tensor.data_ptr() if type(tensor) is Tensor else 0
+        except RuntimeError:  # sparse, or nothing behind it
+            address = 0
+        self._entries[id(tensor)] = ref(tensor), value, address
+
+    def values_of(self, args: tuple[Any, ...]) -> list[RecordedValue] | None:
+        """The values of an op's arguments, if all of them are tensors."""
+        entries = self._entries
+        values = []
+        for arg in args:
+            entry: Any = entries.get(id(arg))
+            if (  # as `find`
+                entry is None
+                or entry[0]() is not arg
+                or (value := entry[1]) is None
+                or (entry[2] and entry[2] != arg.data_ptr())
+            ):
+                if not isinstance(arg, Tensor):
+                    return None
+                value = self.value_of(arg)
+            values.append(value)
+        return values
 
     def values_for(self, args: Any, inputs: list[RecordedValue]) -> Any:
         """Arguments of an op with values in place of tensors; the values are added to `inputs`."""
-        entries = self._entries
         found = []
         for arg in args:
             kind = type(arg)
-            if kind is Tensor or (kind not in _NO_TENSORS and isinstance(arg, Tensor)):
-                tensor: Tensor = arg
-                entry = entries.get(id(tensor))
-                if (
-                    entry is not None
-                    and entry[1] is not None
-                    and entry[0]() is tensor
-                    and (not entry[2] or entry[2] == tensor.data_ptr())
-                ):
-                    value = entry[1]
-                else:
-                    value = self.value_of(tensor)
+            if kind is Tensor or (kind not in NO_TENSORS and isinstance(arg, Tensor)):
+                value = self.value_of(arg)
                 inputs.append(value)
                 found.append(value)
             elif kind is list or kind is tuple:
@@ -226,12 +248,14 @@ class TensorTable:
         self._enter_holding(tensor, value)
 
     def _enter_holding(self, tensor: Tensor, value: RecordedValue) -> None:
-        weak = ref(tensor)
-        self._entries[id(tensor)] = weak, value, _address(tensor)
+        self.set_value(tensor, value)
+        entries = self._entries
+        weak = entries[id(tensor)][0]
         self._holdings.setdefault(_storage(tensor), []).append((ref(value), weak))
-        if len(self._entries) > self._entries_limit:  # else unneeded kept results would stay
-            self._entries = {k: e for k, e in self._entries.items() if e[0]() is not None}
-            self._entries_limit = 2 * len(self._entries) + _MANY_ENTRIES
+        if len(entries) > self._entries_limit:  # else unneeded kept results would stay
+            for key in [key for key, entry in entries.items() if entry[0]() is None]:
+                del entries[key]
+            self._entries_limit = 2 * len(entries) + _MANY_ENTRIES
 
     def hold_pending(self) -> None:
         """Hold the results of the last op that are to be held: Note [When an op has ended]."""
@@ -305,16 +329,6 @@ class TensorTable:
             tensor_now = entry[0]()
             if tensor_now is None or _storage(tensor_now) in keys:
                 del self._entries[key]
-
-
-def _address(tensor: Tensor) -> int:
-    """The address of a plain tensor's memory; 0 for others."""
-    if type(tensor) is not Tensor:
-        return 0
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # sparse, or nothing behind it
-        return 0
 
 
 _ONE_STORAGE = frozenset([Tensor, nn.Parameter, FakeTensor])
