@@ -32,6 +32,18 @@ def overhead(results: dict[str, Any], only: Sequence[str] | None = None) -> str:
     return table(["µs over the recompute (times torch's)", *regions], rows)
 
 
+def ops(results: dict[str, Any]) -> str:
+    """Microseconds of host time that an op of a region costs, by the strategy of the region."""
+    found = results["results"]
+    rows = [
+        [name, *(f"{us:.1f}" for us in (forward, backward, forward + backward))]
+        for name, cost in found["costs"].items()
+        for forward, backward in [(cost["forward_us"], cost["backward_us"])]
+    ]
+    heads = [f"µs an op over plain, of {found['ops']} ops", "forward", "backward", "both"]
+    return table(heads, rows)
+
+
 def recompute(results: dict[str, Any], only: Sequence[str] | None = None) -> str:
     """Time and activation peak of a whole decoder, times plain eager's."""
     shapes = list(dict.fromkeys(r["shape"] for r in results["results"]))
@@ -233,6 +245,7 @@ def source(results: dict[str, Any], command: str) -> str:
 def pages() -> dict[Path, list[str]]:
     """What stands between the comments of each page, in their order."""
     host = json.loads((RESULTS / "overhead-cpu.json").read_text())
+    each_op = json.loads((RESULTS / "ops-cpu.json").read_text())
     gpu = json.loads((RESULTS / "recompute-h200.json").read_text())
     moved = json.loads((RESULTS / "offload-h200.json").read_text())
     held = json.loads((RESULTS / "policies.json").read_text())
@@ -264,7 +277,11 @@ def pages() -> dict[Path, list[str]]:
             )
         ],
         ROOT / "docs" / "overhead.md": [
-            _joined(source(host, first), overhead(host), source(gpu, second), recompute(gpu))
+            _joined(
+                *(source(host, first), overhead(host)),
+                *(source(each_op, "scripts/bench ops"), ops(each_op)),
+                *(source(gpu, second), recompute(gpu)),
+            )
         ],
         ROOT / "docs" / "policies.md": [
             _joined(
