@@ -9,7 +9,7 @@ import rekindle
 from rekindle.planner.candidates import recomputing_all
 from rekindle.planner.devices import DEVICES, OpClock
 from rekindle.planner.measure.block_benchmark import _ones_later
-from rekindle.planner.measure.step_calibration import calibrate_to_spans, with_step_time
+from rekindle.planner.measure.step_calibration import calibrate_to_recomputing, with_step_time
 from rekindle.planner.timeline import Timeline, simulate
 from rekindle.planner.trace.block_spans import time_with_spans
 from rekindle.planner.types import BlockProfile, BlockSpans, Candidate, Profile
@@ -34,7 +34,7 @@ def paths(profile: Profile) -> list[str]:
 def test_all_candidates_of_a_block_are_scaled_by_what_one_took_in_a_step() -> None:
     profile = profile_of(DROP)
     spans = BlockSpans((2.0, 2.0), (1.5, 1.5))
-    (found,) = calibrate_to_spans(profile, paths(profile), spans).blocks
+    (found,) = calibrate_to_recomputing(profile, paths(profile), spans).blocks
     assert [each.forward_seconds for each in found.candidates] == [2.0, 2.0]
     assert [each.backward_seconds for each in found.candidates] == [1.0, 1.5]
 
@@ -42,7 +42,7 @@ def test_all_candidates_of_a_block_are_scaled_by_what_one_took_in_a_step() -> No
 def test_distinct_blocks_have_factors_of_their_own() -> None:
     profile = profile_of(DROP, DROP, order=(0, 1, 1))
     spans = BlockSpans((1.0, 2.0, 2.0), (3.0, 3.0, 6.0))
-    found = calibrate_to_spans(profile, paths(profile), spans)
+    found = calibrate_to_recomputing(profile, paths(profile), spans)
     assert simulate(found, recomputing_all(found)).seconds == pytest.approx(1 + 4 + 3 + 9)
     assert found.blocks[0] == profile.blocks[0]
 
@@ -50,7 +50,7 @@ def test_distinct_blocks_have_factors_of_their_own() -> None:
 def test_a_block_that_waits_for_the_host_in_a_step_waits_for_it_in_the_profile() -> None:
     profile = profile_of(ON_A_HOST)
     spans = BlockSpans((1.0, 1.0), (2.0, 2.0))  # of the host's 4.0
-    found = calibrate_to_spans(profile, paths(profile), spans)
+    found = calibrate_to_recomputing(profile, paths(profile), spans)
     assert sum(Timeline(found).spans(Timeline(found).terms_of(recomputing_all(found)))[1]) < 4.1
     assert found.blocks[0].candidates[1].backward_host_seconds < 2.1
 
@@ -59,7 +59,7 @@ def test_a_host_that_was_faster_in_a_step_is_faster_in_the_profile() -> None:
     profile = profile_of(ON_A_HOST)
     late = 0.125  # the device waits for the first half of the first launch
     spans = BlockSpans((1.0 + late, 1.0), (3.0, 3.0), (0.25, 0.25), (2.0, 2.0))
-    found = calibrate_to_spans(profile, paths(profile), spans).blocks[0].candidates[1]
+    found = calibrate_to_recomputing(profile, paths(profile), spans).blocks[0].candidates[1]
     assert (found.forward_host_seconds, found.backward_host_seconds) == (0.25, 2.0)
     assert (found.forward_seconds, found.backward_seconds) == (1.0, 3.0)
 
@@ -68,7 +68,7 @@ def test_a_host_that_waited_for_the_device_in_a_step_is_as_fast_as_it_was_alone(
     profile = profile_of(replace(ON_A_HOST, backward_host_seconds=0.5))
     late = 0.25  # as above
     spans = BlockSpans((1.0 + late, 1.0), (3.0, 3.0), (1.0, 1.0), (3.0, 3.0))
-    found = calibrate_to_spans(profile, paths(profile), spans)
+    found = calibrate_to_recomputing(profile, paths(profile), spans)
     assert found.blocks == profile.blocks
 
 
@@ -83,20 +83,20 @@ def test_a_host_that_launches_what_is_outside_does_not_run_ahead_meanwhile() -> 
 def test_a_step_that_was_held_up_is_not_believed() -> None:
     profile = profile_of(DROP)
     spans = BlockSpans((100.0, 100.0), (3.0, 3.0))
-    (found,) = calibrate_to_spans(profile, paths(profile), spans).blocks
+    (found,) = calibrate_to_recomputing(profile, paths(profile), spans).blocks
     assert found.candidates[0].forward_seconds == 3.0
 
 
 def test_a_block_that_was_held_up_when_it_ran_alone_is_as_fast_as_in_the_step() -> None:
     profile = profile_of(replace(DROP, backward_seconds=300.0))
     spans = BlockSpans((1.0, 1.0), (3.0, 3.0))
-    (found,) = calibrate_to_spans(profile, paths(profile), spans).blocks
+    (found,) = calibrate_to_recomputing(profile, paths(profile), spans).blocks
     assert found.candidates[1].backward_seconds == pytest.approx(3.0)
 
 
 def test_blocks_that_another_rank_alone_ran_are_left_as_they_are() -> None:
     profile = profile_of(DROP, DROP, order=(0, 1))
-    found = calibrate_to_spans(profile, ["blocks.1"], BlockSpans((2.0,), (6.0,)))
+    found = calibrate_to_recomputing(profile, ["blocks.1"], BlockSpans((2.0,), (6.0,)))
     assert found.blocks[0] == profile.blocks[0]
     assert found.blocks[1].candidates[1].forward_seconds == 2.0
 

@@ -12,7 +12,6 @@ candidate that moves nothing; the costs of those that move results follow from t
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from rekindle.planner.measure.link import link_bandwidth
 from rekindle.planner.measure.measure_candidates import measure_candidates, offload_candidates
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.measure.static_memory import static_bytes
-from rekindle.planner.measure.step_calibration import calibrate_to_spans, with_step_time
+from rekindle.planner.measure.step_calibration import calibrate_to_recomputing, with_step_time
 from rekindle.planner.measure.whole_step_calibration import calibrate_to_whole_step
 from rekindle.planner.progress import count_progress, report_progress
 from rekindle.planner.ranks.joint_candidates import agree_on_candidates, worst_of_ranks
@@ -46,6 +45,7 @@ from rekindle.planner.ranks.worst_case import MergedTrace, merge_traces, worst_c
 from rekindle.planner.timeline import cached_after_blocks
 from rekindle.planner.trace.block_calls import BlockCall
 from rekindle.planner.trace.block_signature import has_signature
+from rekindle.planner.trace.block_spans import time_with_spans
 from rekindle.planner.trace.block_trace import trace_block
 from rekindle.planner.trace.find_blocks import find_blocks
 from rekindle.planner.trace.step_trace import trace_step
@@ -118,7 +118,7 @@ def profile_model(
             profiles = _profile_blocks(found, trace, calls, merged, measured_on)
         profile = _assemble(step, static, trace, merged, profiles, measured_on)
         if trace.spans is not None:
-            profile = calibrate_to_spans(profile, trace.order, trace.spans)
+            profile = calibrate_to_recomputing(profile, trace.order, trace.spans)
         profile = replace(
             profile,
             unused=tuple(p for p in found if p not in merged.order),
@@ -130,7 +130,10 @@ def profile_model(
         if measured_on.host_runs_ahead:
             report_progress("whole step")
             profile = calibrate_to_whole_step(
-                model, profile, partial(measured_on.clock.timed, step)
+                model,
+                profile,
+                trace.order,
+                lambda: time_with_spans(step, found, measured_on.clock)[1],
             )
         if not measured_on.clock.is_exact:  # else nothing was allocated
             profile = replace(profile, planning_peak=static + max(all_gather(meter.peak())))
