@@ -1,5 +1,6 @@
 """Blocks take as long as they did in a step; what is missing to the step's time is outside them."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -126,6 +127,34 @@ def test_the_spans_of_a_step_are_the_times_of_its_blocks() -> None:
     assert sum(spans.forward) + sum(spans.backward) <= seconds
     rekindle.remove(model)
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.blocks)
+
+
+class Fails(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(f"not for {list(x.shape)}")
+
+
+class GoesOnWithout(torch.nn.Module):
+    """Catches the error of its second block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4), Fails(), torch.nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        with suppress(RuntimeError):
+            x = self.blocks[1](x)
+        out: torch.Tensor = self.blocks[2](x)
+        return out
+
+
+def test_a_block_that_fails_and_is_caught_takes_no_time() -> None:
+    model, x = GoesOnWithout(), torch.randn(32, 4)
+    blocks = {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
+    with OpClock(DEVICES["cpu"]) as clock:
+        _, spans = time_with_spans(lambda: model(x).sum().backward(), blocks, clock)
+    assert spans.forward[0] == spans.forward[2] > spans.forward[1] == 0.0
 
 
 def test_the_gradient_of_a_block_that_runs_alone_is_laid_out_as_its_output() -> None:

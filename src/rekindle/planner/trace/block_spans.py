@@ -44,7 +44,8 @@ class _SpanRecorder:
         self._clock = clock
         self._forward: list[list[Any]] = []
         """The marks around each block's forward."""
-        self._running: list[int] = []
+        self._running: list[tuple[nn.Module, int]] = []
+        """Blocks whose forward runs, with their places."""
         self._backward: list[tuple[int, Any]] = []
         """The places of blocks, with marks, in the order in which their backwards begin."""
         self._ends: dict[int, Any] = {}
@@ -90,20 +91,22 @@ class _SpanRecorder:
             max(host(self._begin, self._end) - in_blocks, 0.0),
         )
 
-    def _before(self, _block: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self._backward:  # a block that is replayed
             return
         place = len(self._forward)
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
                 leaf.register_hook(partial(self._on_input_gradient, place))
-        self._running.append(place)
+        self._running.append((block, place))
         self._forward.append([self._clock.mark()])
 
-    def _after(self, _block: nn.Module, _args: Any, out: Any) -> None:
-        if self._backward or not self._running:
+    def _after(self, block: nn.Module, _args: Any, out: Any) -> None:
+        if self._backward:
             return
-        place = self._running.pop()
+        running, place = self._running.pop()
+        while running is not block:  # one that failed, and whose error was caught
+            running, place = self._running.pop()
         self._forward[place].append(self._clock.mark())
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
