@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -37,10 +37,16 @@ class Child:
     def __init__(self, name: str, shares: str, seconds: float, folder: Path) -> None:
         self.name = name
         self._rows, self._errors = folder / f"{name}.json", folder / f"{name}.err"
+        self._ready = ready_file(self._rows)
         command = [sys.executable, "-m", "benchmarks.zoo", "--one", name, "--shares", shares]
         command += ["--seconds", str(seconds), "--json", str(self._rows)]
         with self._errors.open("w") as stderr:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=stderr)
+
+    def wait_until_ready(self) -> None:
+        """Wait until it has imported what it needs, or has ended."""
+        while self._process.poll() is None and not self._ready.exists():
+            time.sleep(_POLL)
 
     def measure(self, limit: float) -> list[dict[str, Any]]:
         """Tell it to measure; returns its rows, and one more that says what went wrong, if so."""
@@ -68,12 +74,27 @@ class Child:
         self._process.wait()
 
 
+def ready_file(rows: Path) -> Path:
+    """The file that a process makes when it is ready, beside that for its rows."""
+    return rows.with_suffix(".ready")
+
+
 def is_refusal(row: dict[str, Any]) -> bool:
     """Return whether no plan was found, rather than anything went wrong."""
     return str(row["error"]).startswith(rekindle.BudgetError.__name__)
 
 
 _LINES_OF_ERRORS = 30
+_AT_ONCE = 8
+"""Processes that import at the same time."""
+_POLL = 0.1
+"""Seconds between two looks for a process that is ready."""
+
+
+def batched(names: Sequence[str], count: int) -> Iterator[Sequence[str]]:
+    """Yield so many names at a time."""
+    for first in range(0, len(names), count):
+        yield names[first : first + count]
 
 
 def format_rows(rows: Sequence[dict[str, Any]]) -> str:
@@ -142,18 +163,19 @@ def main() -> int:
             return child
 
         names = options.model or list(FAMILIES)
-        waiting = start(names[0])
-        for following in [*names[1:], None]:
-            child, begun = waiting, time.perf_counter()
-            if following is not None:
-                waiting = start(following)
-            found = child.measure(options.limit)
-            taken = time.perf_counter() - begun
-            print(f"\n{FAMILIES[child.name].title} ({child.name}), {taken:.0f} s")
-            print(format_rows(found), flush=True)
-            results += found
-            if options.json:  # after each, so that a run that is ended leaves what it has
-                save_json(options.json, "zoo", results, device)
+        for group in batched(names, _AT_ONCE):
+            children = [start(name) for name in group]
+            for child in children:  # none imports while another one measures
+                child.wait_until_ready()
+            for child in children:
+                begun = time.perf_counter()
+                found = child.measure(options.limit)
+                taken = time.perf_counter() - begun
+                print(f"\n{FAMILIES[child.name].title} ({child.name}), {taken:.0f} s")
+                print(format_rows(found), flush=True)
+                results += found
+                if options.json:  # after each, so that a run that is ended leaves what it has
+                    save_json(options.json, "zoo", results, device)
     print(f"\n{zoo_table({'results': results})}")
     return 0
 
@@ -167,6 +189,7 @@ def measure_one(name: str, options: argparse.Namespace) -> int:
         torch.set_num_threads(1)
     family = FAMILIES[name]
     family.case("meta", is_large=False)  # so that its modules are imported
+    ready_file(options.json).touch()
     sys.stdin.readline()
 
     def save(rows: list[Row]) -> None:
