@@ -81,7 +81,7 @@ class FingerprintCollector:
         """The number of parts that each gradient has come in."""
         self._epsilons: dict[Any, float] = {}
         self._reducers: dict[Any, _Reducer] = {}
-        """What reduces pieces: one for each device, dtype and stream, which share no memory."""
+        """Reducers of pieces: one for each device, dtype and stream, which share no memory."""
 
     def add(self, key: Any, gradient: Tensor) -> None:
         """Compute the fingerprint of a gradient, or add a part of one that comes in parts."""
@@ -144,7 +144,7 @@ class _Place(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What a row or a piece is reduced to, on the host."""
+    """The sums of a row or a piece, on the host."""
 
     checksum: int
     norm: float

@@ -30,7 +30,7 @@ def schema_of(op: Any) -> Any:
 
 
 def call_of(op: Any) -> Callable[..., Any]:
-    """What calls an op: of an overload, the function of C that its `__call__` in Python calls.
+    """Returns a function that calls an op: of an overload, the C one that its `__call__` calls.
 
     Tried on torch 2.11 and 2.13. Goes when overloads are called without Python of torch's own.
     """

@@ -29,7 +29,6 @@ from rekindle.regions.selective.op_addresses import is_parameter
 from rekindle.regions.selective.op_graph import RecordedOp, RecordedValue
 from rekindle.regions.selective.op_kinds import OpTraits
 from rekindle.torch_private.autocast import any_autocast
-from rekindle.torch_private.dispatch_modes import unseen
 from rekindle.torch_private.fake_mode import FakeTensor
 from rekindle.torch_private.storages import storage_key
 
@@ -108,7 +107,7 @@ class TensorTable:
         if (
             found is None
             or found[0]() is not tensor
-            or (found[2] and found[2] != tensor.data_ptr())
+            or (found[2] and (type(tensor) is not Tensor or found[2] != tensor.data_ptr()))
         ):
             return None
         return found[1]
@@ -133,7 +132,7 @@ class TensorTable:
             _, _, made_by = self._entries[id(tensor)]
             self.hold(tensor, value, made_by)
         elif _may_be_a_buffer(tensor):
-            value.hold(HeldTensor(unseen(copy_of, tensor), None, self._hooks))
+            value.hold(HeldTensor(copy_of(tensor), None, self._hooks))
             self.set_value(tensor, value)
         else:
             self.hold(tensor, value, None)
@@ -167,7 +166,7 @@ class TensorTable:
                 entry is None
                 or entry[0]() is not arg
                 or (value := entry[1]) is None
-                or (entry[2] and entry[2] != arg.data_ptr())
+                or (entry[2] and (type(arg) is not Tensor or entry[2] != arg.data_ptr()))
             ):
                 if not isinstance(arg, Tensor):
                     return None
