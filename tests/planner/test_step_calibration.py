@@ -13,6 +13,7 @@ from rekindle.planner.measure.block_benchmark import _ones_later
 from rekindle.planner.measure.step_calibration import calibrate_to_recomputing, with_step_time
 from rekindle.planner.timeline import Timeline, simulate
 from rekindle.planner.trace.block_spans import time_with_spans
+from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockProfile, BlockSpans, Candidate, Profile
 from rekindle.strategy import Keep, Recompute
 from tests.toys import Stack
@@ -120,7 +121,7 @@ def test_the_spans_of_a_step_are_the_times_of_its_blocks() -> None:
     blocks = {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
     rekindle.apply(model, "recompute")
     with OpClock(DEVICES["cpu"]) as clock:
-        seconds, spans = time_with_spans(lambda: model(x).sum().backward(), blocks, clock)
+        seconds, spans = time_with_spans(TrainingStep(model, x), blocks, clock)
     assert len(set(spans.forward)) == 1
     assert len(spans.forward) == len(spans.backward) == 3
     assert spans.backward[0] > 2 * spans.forward[0]  # a replay, and a backward
@@ -153,7 +154,7 @@ def test_a_block_that_fails_and_is_caught_takes_no_time() -> None:
     model, x = GoesOnWithout(), torch.randn(32, 4)
     blocks = {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
     with OpClock(DEVICES["cpu"]) as clock:
-        _, spans = time_with_spans(lambda: model(x).sum().backward(), blocks, clock)
+        _, spans = time_with_spans(TrainingStep(model, x), blocks, clock)
     assert spans.forward[0] == spans.forward[2] > spans.forward[1] == 0.0
 
 

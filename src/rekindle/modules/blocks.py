@@ -120,8 +120,11 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def is_a_block(module: nn.Module) -> bool:
-    """True if a module is called, has parts, and learns: a lone linear layer is no block."""
+    """True if a module is called, has parts, and learns: a lone linear layer is no block.
+
+    A recurrent layer is one: it has no modules inside, and saves much at each step in time.
+    """
     if is_a_list(module):
         return False
-    has_parts = any(True for _ in module.children())
+    has_parts = isinstance(module, nn.RNNBase) or any(True for _ in module.children())
     return has_parts and any(True for _ in module.parameters())

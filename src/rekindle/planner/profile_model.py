@@ -10,6 +10,7 @@ memory and time of the rest of the step. Then each distinct block is traced, and
 candidate that moves nothing; the costs of those that move results follow from these.
 """
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 
 from rekindle.modules.blocks import Named, named_blocks, unwrapped_blocks
 from rekindle.modules.patterns import generalized, is_inside
-from rekindle.modules.unwrapping import class_name, places
+from rekindle.modules.unwrapping import class_name, places, unwrapped
 from rekindle.offload.owners import OffloaderSet
 from rekindle.planner.candidates import (
     candidates,
@@ -53,6 +54,8 @@ from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockKey, BlockProfile, Profile, StepTrace
 from rekindle.strategy import TierName
 from rekindle.torch_private.fsdp import gathered_around
+
+_log = logging.getLogger("rekindle")
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,14 @@ def profile_model(
     ):
         report_progress("trace")
         found = repeated if blocks is not None else _blocks(step, measured_on.known)
-        trace, calls = _trace(step, found, measured_on)
+        trace, calls = trace_step(step, found, measured_on.device, measured_on.clock)
+        is_run = any(all_gather(bool(trace.order)))
+        if not is_run and blocks is None and "" not in found:
+            _log.info("%s calls none of its layers itself: it is one block", class_name(model))
+            found = {"": unwrapped(model)}
+            trace, calls = trace_step(step, found, measured_on.device, measured_on.clock)
+        if not trace.order:
+            raise ValueError("The step ran none of the model's blocks: does it call the model?")
         merged = merge_traces(all_gather(trace), found)
         with gathered_around(model, found.values()):
             profiles = _profile_blocks(found, trace, calls, merged, measured_on)
@@ -163,16 +173,6 @@ def _left_out(model: nn.Module, blocks: Iterable[str]) -> tuple[str, ...]:
         for path in unwrapped_blocks(model)
         if not any(b == path or is_inside(b, path) or is_inside(path, b) for b in blocks)
     )
-
-
-def _trace(
-    step: TrainingStep, blocks: dict[str, nn.Module], measured_on: MeasuringDevice
-) -> tuple[StepTrace, dict[BlockKey, BlockCall]]:
-    """Trace the step; an error if it runs no block."""
-    trace, calls = trace_step(step, blocks, measured_on.device, measured_on.clock)
-    if not trace.order:
-        raise ValueError("The step ran none of the model's blocks: does it call the model?")
-    return trace, calls
 
 
 def _profile_blocks(

@@ -47,6 +47,8 @@ class TrainingStep:
         """Called before each forward, if set: restores random states, so that runs are alike."""
         self.is_first = False
         """True if the next run is the first of several: ranks wait for each other in it."""
+        self.in_backward = False
+        """True while the step's own backward runs; a backward inside the forward does not count."""
         self._leaves_batch = False
         """True once a run has shown that the step does not write to the objects in its batch."""
         self.call = ModelCall((), {})
@@ -78,7 +80,11 @@ class TrainingStep:
             self._others = {leaf: leaf.grad for leaf in _leaves_of(loss) if leaf not in own}
             for leaf in self._others:
                 leaf.grad = None
-        loss.backward()
+        self.in_backward = True
+        try:
+            loss.backward()
+        finally:
+            self.in_backward = False
         # The memory of a scalar may be larger: `mse_loss` leaves it in that of all its elements.
         self.output_held = max(bytes_of([loss]) - loss.nbytes, 0)
         if self._given_loss is not None:

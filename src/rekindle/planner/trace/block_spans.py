@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rekindle.planner.instruments.model_lock import for_this_thread
 from rekindle.planner.instruments.timing import Clock
+from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockSpans
 from rekindle.torch_private.pytrees import tree_leaves
 
@@ -22,13 +23,13 @@ _Marks = tuple[Any, Any]
 
 
 def time_with_spans(
-    step: Callable[[], None], blocks: dict[str, nn.Module], clock: Clock
+    step: TrainingStep, blocks: dict[str, nn.Module], clock: Clock
 ) -> tuple[float, BlockSpans]:
     """Return the seconds of a step, and those of its blocks in the fastest of its runs."""
     runs: list[_SpanRecorder] = []
 
     def run() -> None:
-        recorder = _SpanRecorder(clock)
+        recorder = _SpanRecorder(step, clock)
         with recorder.entered(blocks):
             step()
         runs.append(recorder)
@@ -40,7 +41,8 @@ def time_with_spans(
 class _SpanRecorder:
     """Marks where the blocks of one step begin and end; hooks of its graph hold it, no tensor."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, step: TrainingStep, clock: Clock) -> None:
+        self._step = step
         self._clock = clock
         self._forward: list[list[Any]] = []
         """The marks around each block's forward."""
@@ -92,7 +94,7 @@ class _SpanRecorder:
         )
 
     def _before(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._backward:  # a block that is replayed
+        if self._step.in_backward:  # a block that is run again
             return
         place = len(self._forward)
         for leaf in tree_leaves((args, kwargs)):
@@ -102,7 +104,7 @@ class _SpanRecorder:
         self._forward.append([self._clock.mark()])
 
     def _after(self, block: nn.Module, _args: Any, out: Any) -> None:
-        if self._backward:
+        if self._step.in_backward:
             return
         running, place = self._running.pop()
         while running is not block:  # one that failed, and whose error was caught
@@ -113,11 +115,12 @@ class _SpanRecorder:
                 leaf.register_hook(partial(self._on_output_gradient, place))
 
     def _on_output_gradient(self, place: int, _gradient: Tensor) -> None:
-        if all(place != other for other, _ in self._backward):
+        if self._step.in_backward and all(place != other for other, _ in self._backward):
             self._backward.append((place, self._clock.mark()))
 
     def _on_input_gradient(self, place: int, _gradient: Tensor) -> None:
-        self._ends[place] = self._clock.mark()
+        if self._step.in_backward:
+            self._ends[place] = self._clock.mark()
 
 
 def _seconds(

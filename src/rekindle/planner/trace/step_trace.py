@@ -41,7 +41,7 @@ def trace_step(
     apply_strategies(step.model, in_places(step.model, dict.fromkeys(blocks, "recompute")))
     torch.clear_autocast_cache()  # so that casts count which an autocast around all this holds
     with metered(device, step.existing_tensors()) as meter:
-        recorder = _StepRecorder(step.model, blocks, meter, device)
+        recorder = _StepRecorder(step, blocks, meter, device)
         with recorder.entered():
             begin = clock.mark()
             step()
@@ -81,13 +81,13 @@ class _StepRecorder:
 
     def __init__(
         self,
-        model: nn.Module,
+        step: TrainingStep,
         blocks: dict[str, nn.Module],
         meter: Meter,
         device: torch.device,
     ) -> None:
+        self._step = step
         self._device = device
-        self._model = model
         self._blocks = blocks
         self._meter = meter
         self._order: list[str] = []
@@ -109,7 +109,7 @@ class _StepRecorder:
         with ExitStack() as stack:
             stack.callback(self._casts.close)
             on_call = for_this_thread(self._on_model_call)
-            hook = self._model.register_forward_pre_hook(on_call, with_kwargs=True)
+            hook = self._step.model.register_forward_pre_hook(on_call, with_kwargs=True)
             stack.callback(hook.remove)
             for path, block in self._blocks.items():
                 before = for_this_thread(partial(self._before_block, path))
@@ -120,6 +120,8 @@ class _StepRecorder:
                 for hook in hooks:
                     stack.callback(hook.remove)
             yield
+        if self._order and not self._backward_started:  # no block has a gradient of its own
+            self._numbers["rest_peak"] = max(self._meter.peak() - self._after_block, 0)
         self._note_peak()
         if self._blocks_ended:
             self._numbers["last_peak"] = self._meter.peak()
@@ -147,7 +149,7 @@ class _StepRecorder:
 
     def _before_block(self, path: str, _block: nn.Module, args: Any, kwargs: Any) -> None:
         meter = self._meter
-        if self._backward_started:
+        if self._step.in_backward:
             return
         if self._order:
             self._between.append(max(meter.now() - self._after_block, 0))
@@ -162,6 +164,8 @@ class _StepRecorder:
         self._casts.watch(self._device)
 
     def _after_block_forward(self, _block: nn.Module, _args: Any, out: Any) -> None:
+        if self._step.in_backward:
+            return
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._on_backward_started)
@@ -179,13 +183,17 @@ class _StepRecorder:
             self._meter.reset_soon()
 
     def _on_backward_started(self, _grad: Tensor) -> None:
-        """Note the peak since the last block's forward, at the first gradient of a block."""
-        if not self._backward_started:
+        """Note the peak since the last block's forward, at the first gradient of a block.
+
+        Gradients that the forward itself computes, as of a penalty on them, do not count.
+        """
+        if self._step.in_backward and not self._backward_started:
             self._backward_started = True
             self._numbers["rest_peak"] = self._meter.peak() - self._after_block
             self._numbers["casts_in_backward"] = self._casts.holds_casts
 
     def _on_blocks_ended(self, _grad: Tensor) -> None:
         """Begin a new peak: the first block's input has its gradient."""
-        self._blocks_ended = True
-        self._begin_new_peak()
+        if self._step.in_backward:
+            self._blocks_ended = True
+            self._begin_new_peak()
