@@ -148,7 +148,7 @@ def _first_measured_plan(
     if plan.predicted_time <= (1 - _OFFLOAD_GAIN) * seconds:
         try:
             return _measured_plan(step, profile, plan, limit, verify, give_up_after=seconds)
-        except _AboveLimitError:
+        except BudgetError:
             report_progress("another plan")
     return _measured_plan(step, still, without, limit, verify)
 
@@ -159,10 +159,6 @@ def _solved_if_any(profile: Profile, limit: int) -> Plan | None:
         return solved(profile, limit)
     except BudgetError:
         return None
-
-
-class _AboveLimitError(BudgetError):
-    """Steps peak above the limit, although their plans were predicted to be within it."""
 
 
 def _is_as_fast_as(plan: Plan, seconds: float) -> bool:
@@ -216,7 +212,7 @@ def _measured_plan(
 ) -> _MeasuredPlan:
     """Measure a step by a plan, and solve again until one is within a limit; with lower aims.
 
-    Raises an `_AboveLimitError` if that takes too many tries, or a step above the limit took longer
+    Raises a `BudgetError` if that takes too many tries, or a step above the limit took longer
     than `give_up_after`.
     """
     aim, peak = limit, 0
@@ -245,7 +241,7 @@ def _measured_plan(
         aim -= peak - limit + max(limit // 200, 1)
     found = f"measured at {format_bytes(peak)}" if peak > limit + 1 else "out of memory"
     raise raised_on_all_ranks(
-        _AboveLimitError(
+        BudgetError(
             f"Plans for {format_bytes(limit)} were {found}, more than was predicted. Try a larger "
             "budget, or free what else is on the device."
         )
