@@ -212,7 +212,10 @@ def _format_error(
         named.append(f"  and {len(wrong) - _NAMED} more")
     begin = "A step under the plan has other gradients than the same step without it"
     runs = "which repeats bit for bit" if spread is None else "farther off than its runs are apart"
-    end = "The plan is not applied. This is a bug in rekindle: please report it with the model"
+    end = (
+        "The plan is not applied. Unless a block draws random numbers of numpy or Python, which no "
+        "replay repeats, this is a bug in rekindle: please report it with the model"
+    )
     return "\n".join([f"{begin}, {runs}:", *named, f"{end}."])
 
 
