@@ -1,8 +1,8 @@
 """Arguments of distinct blocks, collected in a forward: each block is later run alone with them.
 
-Each block is given copies of what it is handed, so that it holds the copies, if anything. When the
-next block begins, the originals are freed, or something other than the block holds them: that tells
-how many bytes of a block's input live no longer than its forward.
+Each block is given copies of the tensors that it is handed, so that it holds the copies, if
+anything. When the next block begins, the originals are freed, or something other than the block
+holds them: that tells how many bytes of a block's input live no longer than its forward.
 """
 
 import weakref
@@ -20,6 +20,7 @@ from rekindle.planner.instruments.model_lock import for_this_thread
 from rekindle.planner.ranks.rank_sync import wait_for_all_ranks
 from rekindle.planner.trace.block_signature import block_key
 from rekindle.planner.trace.op_digest import OpDigest, OpDigests, op_digests
+from rekindle.planner.trace.stand_in_copies import StandInCopies
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockKey
 from rekindle.regions.recompute import ambient
@@ -79,6 +80,7 @@ def collect_calls(step: TrainingStep, blocks: dict[str, nn.Module]) -> Collected
             )
             for hook in hooks:
                 stack.callback(hook.remove)
+        stack.callback(collector.put_back_originals)
         loss = step.loss()
         collector.end_forward()
     wait_for_all_ranks()  # before a backward that one may not come to
@@ -98,6 +100,7 @@ class _RunningCall:
 
     path: str
     call: BlockCall
+    copies: StandInCopies
     digest: OpDigest | None = None
     """The digest of its ops so far; None if the block's key is known."""
 
@@ -128,20 +131,19 @@ class _CallCollector:
         outputs = _keys(self._outputs)
         from_last: dict[int, tuple[_WeakStorage, int]] = {}
 
-        def copied(leaf: Any) -> Any:
-            storages = storages_of(leaf) if isinstance(leaf, Tensor) else []
-            passed = [storage for storage in storages if storage_key(storage) in outputs]
-            if not passed:
-                return leaf
+        def is_copied(tensor: Tensor) -> bool:
+            passed = [s for s in storages_of(tensor) if storage_key(s) in outputs]
             for storage in passed:
                 from_last[storage_key(storage)] = weakref.ref(storage), storage.nbytes()
-            return leaf.clone()
+            return bool(passed)
 
-        given: Arguments = tree_map(copied, (args, kwargs))
+        copies = StandInCopies(is_copied)
+        given = copies.put_into(args, kwargs)
         self._from_last = list(from_last.values())
-        self._inputs = _weak_storages(given)
+        # The originals too: what a block returns of them, in a list of its caller, it did not make.
+        self._inputs = _weak_storages((given, copies.originals))
         call = BlockCall(block, without_graph(given), ambient.snapshot())
-        self._running.append(_RunningCall(path, call))
+        self._running.append(_RunningCall(path, call, copies))
         return given
 
     def before_ops(self, _block: nn.Module, _args: Any) -> None:
@@ -152,9 +154,9 @@ class _CallCollector:
 
     def after_ops(self, block: nn.Module, _args: Any, _out: Any) -> None:
         """End the digest of a block's ops, and keep the first call with each key."""
-        running = self._running.pop()
+        running = self._end_call()
         while running.call.block is not block:  # one that failed, and whose error was caught
-            running = self._running.pop()
+            running = self._end_call()
         if running.digest is None:
             return
         call, ops = running.call, self._digests.finish(running.digest)
@@ -162,6 +164,16 @@ class _CallCollector:
         if running.path not in self.keys:
             self.keys[running.path] = key
             self.calls.setdefault(key, call)
+
+    def _end_call(self) -> _RunningCall:
+        running = self._running.pop()
+        running.copies.put_back()
+        return running
+
+    def put_back_originals(self) -> None:
+        """Put originals back that calls which failed have left copies of."""
+        while self._running:
+            self._end_call()
 
     def after_block(self, _block: nn.Module, _args: Any, out: Any) -> None:
         """Note the storages that a block made."""

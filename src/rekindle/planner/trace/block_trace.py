@@ -50,18 +50,22 @@ def trace_block(call: BlockCall, device: Device) -> BlockTrace:
     The forward runs three times: to have kernels chosen and loaded, to be recorded, and to see
     which saved tensors one op makes again.
     """
-    args, kwargs = call.fresh_arguments()
-    forward = partial(call.block, *args, **kwargs)
+    forward = _fresh_forward(call)
     with call.entered():
         forward()
+    forward = _fresh_forward(call)
     with call.entered():
         trace = record(forward, device, call.block)
-    args, kwargs = call.fresh_arguments()
+    forward = _fresh_forward(call)
     with call.entered():
-        recomputable = recomputable_indices(
-            partial(call.block, *args, **kwargs), len(trace.saved_tensors)
-        )
+        recomputable = recomputable_indices(forward, len(trace.saved_tensors))
     return replace(trace, recomputable=recomputable)
+
+
+def _fresh_forward(call: BlockCall) -> Callable[[], Any]:
+    """The forward of a call, on arguments that no other forward has written to."""
+    args, kwargs = call.fresh_arguments()
+    return partial(call.block, *args, **kwargs)
 
 
 @dataclass
