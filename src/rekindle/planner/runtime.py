@@ -13,7 +13,7 @@ from threading import get_ident
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rekindle.module_attachment import attach, attached
 from rekindle.modules.applied import Applied
@@ -28,6 +28,7 @@ from rekindle.planner.compiled_modules import compiled_around
 from rekindle.planner.fit_request import FitRequest
 from rekindle.planner.input_shapes import Shapes, count_elements, format_shapes, input_shapes
 from rekindle.planner.instruments.model_lock import planning_lock
+from rekindle.planner.nested_tensors import tensors_in
 from rekindle.planner.oom_notes import add_plan_note
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
@@ -43,7 +44,6 @@ from rekindle.torch_private.autograd_graph import has_accumulation_hooks
 from rekindle.torch_private.cuda import is_capturing
 from rekindle.torch_private.fsdp import sharded_parameters
 from rekindle.torch_private.func_transforms import func_transform
-from rekindle.torch_private.pytrees import tree_leaves
 from rekindle.torch_private.saved_tensor_hooks import top_hooks
 
 _log = logging.getLogger("rekindle")
@@ -195,9 +195,9 @@ def _finish_copy_outs_before_backward(
     """
     if torch.compiler.is_compiling() or is_replaying() or func_transform() is not None:
         return
-    for leaf in tree_leaves(out):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(lambda _: end_planned_copy_outs(offloaders))
+    for tensor in tensors_in(out):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: end_planned_copy_outs(offloaders))
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> Applied:

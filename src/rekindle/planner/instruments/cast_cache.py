@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rekindle.planner.nested_tensors import map_tensors
 from rekindle.regions.recompute import ambient
 from rekindle.regions.recompute.torch_state import entered
 from rekindle.torch_private.dispatch_modes import TorchDispatchMode, past_modes
-from rekindle.torch_private.pytrees import tree_map
 
 
 @contextmanager
@@ -57,13 +57,14 @@ def as_activations(arguments: Any) -> Any:
     Autocast caches casts of leaves, so a leaf would be cast once where an activation is cast by
     each op that uses it.
     """
+    return map_tensors(_as_result, arguments)
 
-    def as_result(leaf: Any) -> Any:
-        if type(leaf) is not Tensor or not leaf.requires_grad:
-            return leaf
-        return _AsOpResult.apply(leaf)  # type: ignore[no-untyped-call]
 
-    return tree_map(as_result, arguments)
+def _as_result(tensor: Tensor) -> Tensor:
+    if type(tensor) is not Tensor or not tensor.requires_grad:
+        return tensor
+    result: Tensor = _AsOpResult.apply(tensor)  # type: ignore[no-untyped-call]
+    return result
 
 
 class CacheWatch:

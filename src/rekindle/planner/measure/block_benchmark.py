@@ -15,11 +15,11 @@ from rekindle.modules.apply_strategies import apply_strategies, undo
 from rekindle.offload.owners import OffloaderSet
 from rekindle.planner.instruments.memory_meter import bytes_of, metered, unmetered
 from rekindle.planner.instruments.timing import Clock
+from rekindle.planner.nested_tensors import map_tensors, tensors_in
 from rekindle.planner.trace.block_calls import BlockCall
 from rekindle.planner.types import Candidate
 from rekindle.strategy import Keep, Strategy
 from rekindle.torch_private.fake_mode import FakeTensor
-from rekindle.torch_private.pytrees import tree_leaves, tree_map
 
 _MOST_HEAD_START = 0.1
 """Seconds that a device is kept busy before a block, at most."""
@@ -110,7 +110,7 @@ class BlockBenchmark:
     def _measure_memory(self) -> tuple[int, int, int, int]:
         """Return bytes held after a forward, those of casts in autocast's cache, and two peaks."""
         args, kwargs = self._call.fresh_arguments()
-        known = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        known = tensors_in((args, kwargs))
         known += [*self._block.parameters(), *self._block.buffers()]
         known += [p.grad for p in self._block.parameters() if p.grad is not None]
         with metered(self._device, known) as meter:
@@ -131,9 +131,9 @@ class BlockBenchmark:
     def _measure_freed(self) -> tuple[int, int]:
         """Return bytes of the block's input, and of its output, that its graph does not hold."""
         args, kwargs = self._call.fresh_arguments()
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = tensors_in((args, kwargs))
         with metered(self._device, inputs) as meter:
-            args, kwargs = tree_map(_cloned, (args, kwargs))
+            args, kwargs = map_tensors(_cloned, (args, kwargs))
             with self._call.entered():
                 out = self._block(*args, **kwargs)
             with_inputs = meter.now()
@@ -194,13 +194,13 @@ def _spread(times: list[tuple[float, float, float, float]]) -> float:
     return max(median(devices) - min(devices), median(hosts) - min(hosts))
 
 
-def _cloned(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.requires_grad else tensor
 
 
 def _trained_tensors(out: Any) -> list[Tensor]:
     """The tensors of a block's output that require gradients."""
-    return [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+    return [tensor for tensor in tensors_in(out) if tensor.requires_grad]
 
 
 class _RestOfStep:

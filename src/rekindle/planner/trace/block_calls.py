@@ -17,6 +17,7 @@ from torch import Tensor, UntypedStorage, nn
 from rekindle.planner.instruments.cast_cache import as_activations, forward_in_ambient
 from rekindle.planner.instruments.memory_meter import storages_of
 from rekindle.planner.instruments.model_lock import for_this_thread
+from rekindle.planner.nested_tensors import map_tensors, tensors_in
 from rekindle.planner.ranks.rank_sync import wait_for_all_ranks
 from rekindle.planner.trace.block_signature import block_key
 from rekindle.planner.trace.op_digest import OpDigest, OpDigests, op_digests
@@ -25,7 +26,6 @@ from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockKey
 from rekindle.regions.recompute import ambient
 from rekindle.torch_private.fsdp import sharded_parameters
-from rekindle.torch_private.pytrees import tree_leaves, tree_map
 from rekindle.torch_private.storages import storage_key
 
 Arguments = tuple[Any, Any]
@@ -195,8 +195,9 @@ class _CallCollector:
 
 def _weak_storages(values: Any) -> list[_WeakStorage]:
     """Weak references to the storages of the tensors among some values."""
-    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return [weakref.ref(storage) for tensor in tensors for storage in storages_of(tensor)]
+    return [
+        weakref.ref(storage) for tensor in tensors_in(values) for storage in storages_of(tensor)
+    ]
 
 
 def _keys(weak_storages: Iterable[_WeakStorage]) -> set[int]:
@@ -206,11 +207,9 @@ def _keys(weak_storages: Iterable[_WeakStorage]) -> set[int]:
 
 def without_graph(arguments: Arguments) -> Arguments:
     """Return the arguments with leaves in the place of tensors, which share their memory."""
-
-    def as_leaf(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.detach().requires_grad_(leaf.requires_grad)
-
-    leaves: Arguments = tree_map(as_leaf, arguments)
+    leaves: Arguments = map_tensors(_as_leaf, arguments)
     return leaves
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

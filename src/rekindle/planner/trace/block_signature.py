@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from rekindle.modules.unwrapping import class_name
+from rekindle.planner.nested_tensors import tensors_in_objects
 from rekindle.planner.training_step import describe_leaf, describe_tree
 from rekindle.planner.types import BlockKey
 from rekindle.regions.recompute import ambient
@@ -21,6 +22,9 @@ def block_key(
     """Return the key of a block's call: its arguments, the ambient state, the digest of its ops."""
     shapes = ", ".join(f"{name} {describe_leaf(p)}" for name, p in block.named_parameters())
     signature = f"{class_name(block)}({shapes}) of {describe_tree(call)}"
+    inside = tensors_in_objects(call)
+    if inside:
+        signature += f" with {', '.join(map(describe_leaf, inside))}"
     return BlockKey(signature, str(around), ops)
 
 

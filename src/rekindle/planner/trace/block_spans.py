@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from rekindle.planner.instruments.model_lock import for_this_thread
 from rekindle.planner.instruments.timing import Clock
+from rekindle.planner.nested_tensors import tensors_in
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockSpans
-from rekindle.torch_private.pytrees import tree_leaves
 
 _Marks = tuple[Any, Any]
 """Where something begins and where it ends."""
@@ -97,9 +97,9 @@ class _SpanRecorder:
         if self._step.in_backward:  # a block that is run again
             return
         place = len(self._forward)
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                leaf.register_hook(partial(self._on_input_gradient, place))
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(partial(self._on_input_gradient, place))
         self._running.append((block, place))
         self._forward.append([self._clock.mark()])
 
@@ -110,9 +110,9 @@ class _SpanRecorder:
         while running is not block:  # one that failed, and whose error was caught
             running, place = self._running.pop()
         self._forward[place].append(self._clock.mark())
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(partial(self._on_output_gradient, place))
+        for tensor in tensors_in(out):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._on_output_gradient, place))
 
     def _on_output_gradient(self, place: int, _gradient: Tensor) -> None:
         if self._step.in_backward and all(place != other for other, _ in self._backward):

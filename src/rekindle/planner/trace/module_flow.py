@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.planner.instruments.memory_meter import storages_of
+from rekindle.planner.nested_tensors import tensors_in
 from rekindle.planner.training_step import TrainingStep
 from rekindle.torch_private.dispatch_modes import TorchDispatchMode
 from rekindle.torch_private.dynamo_frames import no_graph_begins, within_compiled_code
@@ -129,7 +130,7 @@ class _FlowRecorder(TorchDispatchMode):
     def before_module(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what a module is given."""
         calls = self.calls.setdefault(path, ModuleCalls(first=len(self.calls)))
-        given = _keys((args, kwargs))
+        given = _keys(tensors_in((args, kwargs)))
         calls.fed_by |= self._sources(given)
         self._running.append(_RunningCall(module, calls, self.made))
 
@@ -142,8 +143,8 @@ class _FlowRecorder(TorchDispatchMode):
         calls.count += 1
         calls.made += made
         calls.most_made = max(calls.most_made, made)
-        given = _keys((args, kwargs))
-        for storage in _storages(out):
+        given = _keys(tensors_in((args, kwargs)))
+        for storage in _storages(tensors_in(out)):
             key = storage_key(storage)
             if key not in given:
                 given.add(key)

@@ -2,8 +2,9 @@
 
 A block may write to a list or a dict that it is called with, and its caller reads that afterwards.
 So a block is given the caller's own containers: copies take the places of tensors in them, and the
-originals are put back when the block has run. Tuples cannot be written to, and are made anew.
-Containers of other classes are left alone: they hold their tensors anyway.
+originals are put back when the block has run. Attributes of objects of users' classes are treated
+like entries of a dict. Tuples cannot be written to, and are made anew. Containers of other classes
+are left alone: they hold their tensors anyway.
 """
 
 from collections import OrderedDict, defaultdict
@@ -12,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rekindle.regions.recompute.object_state import layout_of
+from rekindle.regions.recompute.random_generators import PLAIN
 from rekindle.torch_private.version_counters import version_of
 
 
@@ -23,8 +26,9 @@ class StandInCopies:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         """The original and the copy of each tensor that is copied, by the original's id."""
         self._containers: list[Any] = []
-        """Lists and dicts of the caller in which a copy stands."""
+        """Lists and dicts of the caller, or of its objects, in which a copy stands."""
         self._seen: set[int] = set()
+        self._depth = 0
 
     def put_into(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Return the arguments of the call, with the copies in them."""
@@ -63,6 +67,8 @@ class StandInCopies:
             parts = [self._of(part) for part in value]
             if any(a is not b for a, b in zip(parts, value, strict=True)):
                 return tuple(parts) if kind is tuple else kind._make(parts)
+        elif kind not in PLAIN and layout_of(kind) is not None:
+            self._of(getattr(value, "__dict__", None))
         return value
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -73,6 +79,9 @@ class StandInCopies:
         return self._copies[id(tensor)][1]
 
     def _put_into_container(self, container: Any) -> None:
+        if self._depth > _DEEPEST:
+            return
+        self._depth += 1
         changed = False
         for key, value in _entries(container):
             given = self._of(value)
@@ -81,9 +90,12 @@ class StandInCopies:
                 changed = True
         if changed:
             self._containers.append(container)
+        self._depth -= 1
 
 
 _WRITABLE = (list, dict, OrderedDict, defaultdict)
+_DEEPEST = 64
+"""How many lists and dicts may be inside one another for copies to be put into them."""
 
 
 def _entries(container: Any) -> Iterator[tuple[Any, Any]]:

@@ -24,11 +24,11 @@ from rekindle.planner.instruments.cast_cache import CacheWatch
 from rekindle.planner.instruments.memory_meter import Meter, metered, unmetered
 from rekindle.planner.instruments.model_lock import for_this_thread
 from rekindle.planner.instruments.timing import Clock
+from rekindle.planner.nested_tensors import tensors_in
 from rekindle.planner.trace.block_calls import BlockCall, collect_calls
 from rekindle.planner.trace.block_spans import time_with_spans
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockKey, StepTrace
-from rekindle.torch_private.pytrees import tree_leaves
 
 
 def trace_step(
@@ -156,9 +156,9 @@ class _StepRecorder:
         else:
             self._numbers.update(before_bytes=meter.now(), first_peak=meter.peak())
             self._between.append(0)
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                    leaf.register_hook(self._on_blocks_ended)
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(self._on_blocks_ended)
         self._order.append(path)
         self._cast_epochs.append(self._epoch)
         self._casts.watch(self._device)
@@ -166,9 +166,9 @@ class _StepRecorder:
     def _after_block_forward(self, _block: nn.Module, _args: Any, out: Any) -> None:
         if self._step.in_backward:
             return
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._on_backward_started)
+        for tensor in tensors_in(out):
+            if tensor.requires_grad:
+                tensor.register_hook(self._on_backward_started)
         self._after_block = self._meter.now()
         self._begin_new_peak()
         self._numbers["casts_freed_before_backward"] = False
