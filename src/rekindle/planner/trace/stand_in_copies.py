@@ -55,7 +55,7 @@ class StandInCopies:
         self._copies.clear()
 
     def _of(self, value: Any) -> Any:
-        """What the block is given in the place of a value."""
+        """The value that the block is given in place of another one: a copy, if it has tensors."""
         kind = type(value)
         if isinstance(value, Tensor):
             return self._copy(value)
