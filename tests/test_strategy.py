@@ -29,6 +29,7 @@ EACH: list[Strategy] = [
     Recompute(),
     Selective(PlannedOps((ADDRESS,))),
     SavedIndices((1, 2), (0,), count=3),
+    SavedIndices((1,), count=3, modules=("mlp.act", "norm")),
     Offload(tier="disk", quota=1.0),
     Tile(4, Keep()),
     Selective(NumberedOps((1, 3), (2,), "disk")),

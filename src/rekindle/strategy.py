@@ -64,7 +64,8 @@ class Selective(Strategy):
 class SavedIndices(Strategy):
     """Saved tensors stay on the device, except some that are named by their index.
 
-    The index counts the tensors that autograd saves in one forward of the region.
+    The index counts the tensors that autograd saves in one forward of the region, outside of the
+    modules that are recomputed.
     """
 
     recomputed: tuple[int, ...] = ()
@@ -74,13 +75,16 @@ class SavedIndices(Strategy):
     tier: TierName = "host"
     count: int = 0
     """Number of tensors that autograd saves in the region; 0 if that is not known."""
+    modules: tuple[str, ...] = ()
+    """Modules inside the region that are recomputed, each as a region of its own: their paths."""
 
     def __post_init__(self) -> None:
-        _sort(self, "recomputed", "offloaded")
+        _sort(self, "recomputed", "offloaded", "modules")
 
     def __str__(self) -> str:
         parts = [("recompute", self.recomputed), (WORD_OF_TIER[self.tier], self.offloaded)]
-        texts = [f"{word} saves {list(indices)}" for word, indices in parts if indices]
+        texts = [f"recompute {', '.join(self.modules)}"] if self.modules else []
+        texts += [f"{word} saves {list(indices)}" for word, indices in parts if indices]
         return f"<{', '.join([*texts, 'keep the rest'])}>"
 
 

@@ -30,7 +30,8 @@ def to_json(strategy: Strategy) -> dict[str, Any]:
     """A strategy as a dict of JSON values, which `from_json` reads.
 
     >>> to_json(SavedIndices(recomputed=(2,), count=5))
-    {'strategy': 'saved_indices', 'recomputed': [2], 'offloaded': [], 'tier': 'host', 'count': 5}
+    {'strategy': 'saved_indices', 'recomputed': [2], 'offloaded': [], 'tier': 'host', 'count': 5,
+     'modules': []}
 
     Raises a `ValueError` for a policy that is made of a Python function or class.
     """
@@ -225,6 +226,7 @@ _READERS: dict[type, dict[str, _Reader]] = {
         "offloaded": _read_indices,
         "tier": _read_tier,
         "count": _read_whole,
+        "modules": _each(_read_text),
     },
     Offload: {
         "tier": _read_tier,

@@ -52,15 +52,19 @@ def keeps_or_recomputes(plan: rekindle.Plan) -> bool:
     return all(option.strategy in (Keep(), Recompute()) for _, _, option in plan.blocks)
 
 
+def recomputes_modules(option: Candidate) -> bool:
+    return isinstance(option.strategy, Recompute | SavedIndices)
+
+
 @cache
 def profile_that_selects() -> rekindle.Profile:
-    """As if to recompute a block whole took long: then plans go op by op."""
+    """As if to recompute a block whole, or modules of it, took long: then plans go op by op."""
     profile = rekindle.profile(Stack(6, 64), torch.randn(256, 64), device="meta", like="cpu")
     blocks = [
         replace(
             block,
             candidates=tuple(
-                replace(o, backward_seconds=1.0) if o.strategy == Recompute() else o
+                replace(o, backward_seconds=1.0) if recomputes_modules(o) else o
                 for o in block.candidates
             ),
         )

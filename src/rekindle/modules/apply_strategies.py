@@ -20,6 +20,7 @@ from rekindle.modules.blocks import blocks_of, is_a_list
 from rekindle.modules.forward import (
     forward_of,
     install_forward,
+    parts_of,
     snapshot_forward,
     uninstall_forward,
 )
@@ -27,7 +28,7 @@ from rekindle.modules.nested_strategies import strategies_to_run
 from rekindle.modules.strategy_spelling import Spelling, strategy_of
 from rekindle.modules.wrappers import ActivationWrapper
 from rekindle.offload.owners import OffloaderSet, owner_of, process_owner, release
-from rekindle.strategy import Strategy
+from rekindle.strategy import Recompute, Strategy
 
 
 def apply_strategies(
@@ -54,6 +55,8 @@ def apply_strategies(
     with _all_or_nothing(model):
         for module, strategy in {id(modules[p]): (modules[p], run[p]) for p in run}.values():
             install_forward(module, strategy, owned)
+        for path, strategy in run.items():
+            _install_parts(modules[path], strategy, owned)
         if attach is not None:
             attach()
     _forget_unused_offloaders(model, owned)
@@ -66,6 +69,13 @@ def apply_strategies(
             if first_paths[id(module)] == path
         ),
     )
+
+
+def _install_parts(module: nn.Module, strategy: Strategy, offloaders: OffloaderSet) -> None:
+    """Have modules inside one be recomputed, as its strategy says, if they have no other."""
+    for part in parts_of(module, strategy).values():
+        if forward_of(part) is None:
+            install_forward(part, Recompute(), offloaders, is_part=True)
 
 
 def _forget_unused_offloaders(model: nn.Module, owned: OffloaderSet) -> None:
@@ -137,6 +147,8 @@ def _wanted(model: nn.Module, given: Any) -> _Wanted:
         if pattern is not None and not is_a_list(module):
             found[path] = module, strategies[pattern]
     _check_shared(found)
+    for module, strategy in found.values():
+        parts_of(module, strategy)  # an error if it names a module that is not there
     return found
 
 

@@ -20,11 +20,12 @@ from torch import nn
 from rekindle.compile.checkpoint_call import checkpoint
 from rekindle.errors import RekindleError
 from rekindle.modules.strategy_engines import offload_context, runnable_policy
+from rekindle.modules.unwrapping import places
 from rekindle.offload.context import Offload as OffloadContext
 from rekindle.offload.context import keep_on_device
 from rekindle.offload.owners import OffloaderSet, run_for_owner
 from rekindle.regions.base import run_under_hooks
-from rekindle.regions.saved_indices import SavedIndicesEngine
+from rekindle.regions.saved_indices import SavedIndicesEngine, recomputed_modules
 from rekindle.regions.selective import graph_location
 from rekindle.strategy import Offload, Recompute, SavedIndices, Selective, Strategy
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_begins
@@ -53,6 +54,7 @@ class Forward:
         strategy: Strategy | None,
         instance_forward: Callable[..., Any] | None = None,
         offloaders: OffloaderSet | None = None,
+        is_part: bool = False,
     ) -> None:
         self._module = ref(module)  # weakly: a model should go without the garbage collector
         self.instance_forward = instance_forward
@@ -60,6 +62,8 @@ class Forward:
         self.offloaders = OffloaderSet() if offloaders is None else offloaders
         """The offloaders of the model that the strategy was applied to."""
         graph_location.managed_forwards[id(module)] = self
+        self.is_part = is_part
+        """True if it runs by its strategy only where a region around it names the module."""
         self.is_on = True
         """Turned off by `remove`, also where somebody has wrapped it since."""
         self.run_by(strategy)
@@ -74,6 +78,7 @@ class Forward:
         if isinstance(strategy, Offload):
             self._offload = offload_context(strategy, self.offloaders)
         self._by_index = None
+        self._part_ids: frozenset[int] | None = None  # a copy's modules may not be there yet
         if isinstance(strategy, SavedIndices):
             self._by_index = SavedIndicesEngine(strategy, self.offloaders)
 
@@ -135,8 +140,10 @@ class Forward:
             forward = self.instance_forward or _traceable(self.__self__)
         else:
             forward = self.__wrapped__
-        if not self.is_on or strategy is None:
+        if not self.is_on or strategy is None or (self.is_part and not self._is_named()):
             return forward(*args, **kwargs)
+        if self._by_index is not None and not torch.compiler.is_compiling():
+            return self._by_index.run(forward, args, kwargs, self._parts())
         if not isinstance(strategy, _REGIONS):
             context = self._context(forward)
             if not torch.compiler.is_compiling():
@@ -146,6 +153,19 @@ class Forward:
         if self.policy is not None and not torch.compiler.is_compiling():
             return run_for_owner(self.offloaders, self._run_as_region, (forward, args, kwargs), {})
         return self._run_as_region(forward, args, kwargs)
+
+    def _parts(self) -> frozenset[int]:
+        """Ids of the modules inside this one that its strategy recomputes."""
+        if self._part_ids is None:
+            parts = parts_of(self.__self__, self.strategy)
+            self._part_ids = frozenset(id(part) for part in parts.values())
+        return self._part_ids
+
+    def _is_named(self) -> bool:
+        """True if the region that runs around the module names it; in a graph none does."""
+        if torch.compiler.is_compiling():
+            return False
+        return id(self.__self__) in recomputed_modules.get()
 
     def _run_as_region(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -159,17 +179,18 @@ class Forward:
 
     def _context(self, forward: Callable[..., Any]) -> AbstractContextManager[Any]:
         """The saved-tensor hooks to enter around the forward."""
-        if self._by_index is not None:
+        if self._by_index is not None:  # in a graph, which breaks here
             return self._by_index.around(forward)
         return keep_on_device() if self._offload is None else self._offload
 
     def __reduce__(self) -> Any:
-        return Forward, (self.__self__, self.strategy, self.instance_forward, self.offloaders)
+        given = self.__self__, self.strategy, self.instance_forward, self.offloaders, self.is_part
+        return Forward, given
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Forward":
         module = copy.deepcopy(self.__self__, memo)
         held = copy.deepcopy((self.instance_forward, self.offloaders), memo)
-        return Forward(module, self.strategy, *held)
+        return Forward(module, self.strategy, *held, self.is_part)
 
 
 @no_graph_begins
@@ -210,15 +231,35 @@ def _with_keywords(forward: Callable[..., Any], names: tuple[str, ...]) -> Calla
     return call
 
 
+def parts_of(module: nn.Module, strategy: Strategy | None) -> dict[str, nn.Module]:
+    """The modules inside one that its strategy recomputes, by path."""
+    if not isinstance(strategy, SavedIndices) or not strategy.modules:
+        return {}
+    where = places(module)
+    for name in strategy.modules:
+        if name not in where:
+            raise ValueError(
+                f"{type(module).__name__} has no module {name!r}, which its strategy recomputes"
+            )
+    return {where[name]: module.get_submodule(where[name]) for name in strategy.modules}
+
+
 def forward_of(module: nn.Module) -> Forward | None:
     """The `Forward` in the place of a module's forward; None if there is none."""
     found = vars(module).get("forward")
     return found if isinstance(found, Forward) else None
 
 
-def install_forward(module: nn.Module, strategy: Strategy | None, offloaders: OffloaderSet) -> None:
+def install_forward(
+    module: nn.Module,
+    strategy: Strategy | None,
+    offloaders: OffloaderSet,
+    *,
+    is_part: bool = False,
+) -> None:
     """Put a `Forward` in the place of a module's forward."""
-    vars(module)["forward"] = Forward(module, strategy, vars(module).get("forward"), offloaders)
+    before = vars(module).get("forward")
+    vars(module)["forward"] = Forward(module, strategy, before, offloaders, is_part)
 
 
 def uninstall_forward(module: nn.Module) -> None:

@@ -7,7 +7,8 @@ where it is measured.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rekindle.planner import keep_sets
+from rekindle.planner import keep_sets, module_sets
+from rekindle.planner.module_sets import ModuleSet
 from rekindle.planner.op_words import word_of
 from rekindle.planner.types import BlockTrace, Candidate, Profile, TracedOp
 from rekindle.strategy import (
@@ -24,10 +25,12 @@ from rekindle.strategy import (
 
 def candidates(trace: BlockTrace) -> tuple[Candidate, ...]:
     """The candidates of a block that are worth measuring, the first of which keeps all."""
+    modules = module_sets.module_sets(trace)
     return (
         Candidate(Keep()),
         Candidate(Recompute()),
         *recomputing_saved(trace.recomputable, trace),
+        *(recomputing_modules(each, trace) for each in modules),
         *(selecting(kept, trace) for kept in keep_sets.keep_sets(trace)),
     )
 
@@ -52,6 +55,24 @@ def recomputing_saved(derivable: tuple[int, ...], trace: BlockTrace) -> list[Can
 def keeping_saved(trace: BlockTrace, recomputed: tuple[int, ...] = ()) -> Candidate:
     """The candidate that keeps saved tensors by their index, but for some that it makes again."""
     return Candidate(SavedIndices(tuple(sorted(recomputed)), count=len(trace.saved_tensors)))
+
+
+def recomputing_modules(chosen: ModuleSet, trace: BlockTrace) -> Candidate:
+    """The candidate that recomputes some modules, and outside of them what one op makes again."""
+    outside = trace.saved_outside(chosen.modules)
+    recomputed = (
+        place
+        for place, index in enumerate(outside)
+        if index in trace.recomputable and not _is_made_in(trace, index, chosen.modules)
+    )
+    return Candidate(SavedIndices(tuple(recomputed), count=len(outside), modules=chosen.modules))
+
+
+def _is_made_in(trace: BlockTrace, index: int, modules: tuple[str, ...]) -> bool:
+    """True if a saved tensor is made in one of some modules."""
+    v = trace.saved_tensors[index]
+    made_in = "" if v is None else trace.values[v].module
+    return any(made_in == module or made_in.startswith(f"{module}.") for module in modules)
 
 
 def selecting(kept: Iterable[int], trace: BlockTrace) -> Candidate:
@@ -144,11 +165,14 @@ def _movable(candidate: Candidate, trace: BlockTrace) -> dict[tuple[int, ...], i
     """Bytes of each result that may be moved: by saved indices, or by the number of its op."""
     values = trace.values
     match candidate.strategy:
-        case SavedIndices(recomputed=recomputed):
+        case SavedIndices(recomputed=recomputed, modules=modules):
             indices: dict[int, list[int]] = {}
-            for index, v in enumerate(trace.saved_tensors):
-                if v is not None and values[v].maker is not None and not values[v].changes:
-                    indices.setdefault(v, []).append(index)
+            given = module_sets.given_to(trace, modules)  # which their regions hold
+            for place, index in enumerate(trace.saved_outside(modules)):
+                v = trace.saved_tensors[index]
+                if v is None or v in given or values[v].maker is None or values[v].changes:
+                    continue
+                indices.setdefault(v, []).append(place)
             return {
                 tuple(found): values[v].nbytes
                 for v, found in indices.items()
@@ -173,8 +197,9 @@ def with_names(candidate: Candidate, trace: BlockTrace) -> Candidate:
         numbers = {op.number for op in ops}
         return tuple(word_of(op.name) for op in largest_first if op.number in numbers)
 
-    def makers(indices: Iterable[int]) -> list[TracedOp]:
-        found = (trace.saved_tensors[index] for index in indices)
+    def makers(places: Iterable[int], modules: tuple[str, ...]) -> list[TracedOp]:
+        outside = trace.saved_outside(modules)
+        found = (trace.saved_tensors[outside[place]] for place in places)
         return [
             trace.ops[maker]
             for v in found
@@ -182,11 +207,11 @@ def with_names(candidate: Candidate, trace: BlockTrace) -> Candidate:
         ]
 
     match candidate.strategy:
-        case SavedIndices(recomputed=recomputed, offloaded=offloaded):
+        case SavedIndices(recomputed=recomputed, offloaded=offloaded, modules=modules):
             return replace(
                 candidate,
-                recomputed_names=words(makers(recomputed)),
-                offloaded_names=words(makers(offloaded)),
+                recomputed_names=words(makers(recomputed, modules)),
+                offloaded_names=words(makers(offloaded, modules)),
             )
         case Selective(
             policy=PlannedOps(kept=kept, offloaded=offloaded)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rekindle.planner import json_schema
 
-_VERSION = 8
+_VERSION = 9
 _OLDEST = 4
 _Value = TypeVar("_Value")
 
@@ -153,5 +153,6 @@ _MIGRATIONS: dict[int, Callable[[Fields], Fields]] = {
     5: _from_5,
     6: _with_more_fields,
     7: _with_more_fields,
+    8: _with_more_fields,
 }
 """By version: the function that makes the fields of the next version."""

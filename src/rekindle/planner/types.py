@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
+from rekindle.modules.patterns import generalized
 from rekindle.planner import json_files
 from rekindle.planner.as_text import as_text
 from rekindle.planner.json_schema import Difference, Inconsistency
@@ -115,6 +116,11 @@ class TracedOp:
     """Indices of the values it makes."""
     address: OpAddress | None = None
 
+    @property
+    def module(self) -> str:
+        """The path of the module that runs it, in the block."""
+        return "" if self.address is None else self.address.module
+
 
 @dataclass(frozen=True)
 class TracedValue:
@@ -125,6 +131,8 @@ class TracedValue:
     """Index of the op that makes it; None if no op can make it again: it is held if needed."""
     changes: bool = False
     """True if it is written to after it was made: a copy made at once would be out of date."""
+    module: str = ""
+    """The path of the module that makes it, in the block."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,17 @@ class BlockTrace:
     """True if the block runs collectives: ranks then have to recompute the same ones."""
     recomputable: tuple[int, ...] = ()
     """Indices into `saved_tensors` of those that one op makes again from other saved tensors."""
+    saved_in: tuple[str, ...] = ()
+    """Paths of the modules in which the `saved_tensors` were saved."""
+    called: tuple[str, ...] = ()
+    """Paths of the modules inside the block that were called, and could be recomputed."""
+
+    def saved_outside(self, modules: tuple[str, ...]) -> tuple[int, ...]:
+        """Indices of the `saved_tensors` that are saved where some modules are recomputed."""
+        if not modules:
+            return tuple(range(len(self.saved_tensors)))
+        inside = [any(p == m or p.startswith(f"{m}.") for m in modules) for p in self.saved_in]
+        return tuple(i for i, is_in in enumerate(inside) if not is_in)
 
     @property
     def saved_bytes(self) -> int:
@@ -151,7 +170,8 @@ class BlockTrace:
         """A digest of all but sizes and seconds: equal where the same ops run."""
         ops = [replace(op, seconds=0.0) for op in self.ops]
         values = [replace(value, nbytes=0) for value in self.values]
-        text = repr((ops, values, sorted(self.saved), self.saved_tensors))
+        saves = (sorted(self.saved), self.saved_tensors, self.saved_in)
+        text = repr((ops, values, saves))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -221,11 +241,13 @@ class Candidate:
                 rest = "recompute"
                 if kept:
                     parts.append(f"keep {_format_results(len(kept), self.kept_names)}")
-            case SavedIndices(recomputed=recomputed):
+            case SavedIndices(recomputed=recomputed, modules=modules):
                 rest = "keep"
+                what = [_format_modules(modules)] if modules else []
                 if recomputed:
-                    results = _format_results(len(recomputed), self.recomputed_names)
-                    parts.append(f"recompute {results}")
+                    what.append(_format_results(len(recomputed), self.recomputed_names))
+                if what:
+                    parts.append(f"recompute {' and '.join(what)}")
             case _:
                 rest = "recompute"
         moving = _moving_part(self.strategy)
@@ -267,7 +289,16 @@ def _format_results(count: int, names: tuple[str, ...]) -> str:
 
 
 _KINDS_NAMED = 4
-"""Kinds of ops that a description names; of more, it says how many."""
+"""Kinds of ops, or of modules, that a description names; of more, it says how many."""
+
+
+def _format_modules(paths: tuple[str, ...]) -> str:
+    """Modules in a few words: `norm, experts.*.act x8`."""
+    kinds = list(Counter(map(generalized, paths)).items())
+    words = [f"{name} x{many}" if many > 1 else name for name, many in kinds[:_KINDS_NAMED]]
+    if len(kinds) > _KINDS_NAMED:
+        words.append(f"{sum(many for _, many in kinds[_KINDS_NAMED:])} more modules")
+    return ", ".join(words)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ region. If a forward takes another way than the one in which the indices were fo
 are moved or made again, and gradients are the same.
 """
 
+import sys
 import warnings
 from _thread import RLock
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,7 +27,8 @@ from rekindle.offload.derive import Derivation, derivation_of
 from rekindle.offload.owners import OffloaderSet
 from rekindle.offload.saved_tensors import KeptTensor, OffloadedTensor, unpack, written_since_saved
 from rekindle.regions.backward_cleanup import empty_when_backward_ends
-from rekindle.regions.base import Region, is_replaying
+from rekindle.regions.base import Region, is_replaying, run_under_hooks
+from rekindle.regions.recompute.containers import packs_arguments
 from rekindle.regions.selective.decisions import AS_PLANNED
 from rekindle.regions.selective.offload_bridge import offloader_of
 from rekindle.regions.selective.op_addresses import block_of
@@ -38,6 +41,15 @@ from rekindle.torch_private.fake_mode import FakeTensor
 from rekindle.torch_private.func_transforms import func_transform
 from rekindle.torch_private.storages import storage_key
 from rekindle.torch_private.version_counters import VersionMark, version_alias, version_of
+
+recomputed_modules: ContextVar[frozenset[int]] = ContextVar(
+    "rekindle_recomputed_modules", default=frozenset()
+)
+"""Ids of the modules that the region which runs on this thread recomputes inside of it.
+
+Modules are asked in their calls, not given a strategy of their own: a region that was run by other
+strategies, and is replayed after the model was planned again, finds them as they were.
+"""
 
 
 class SavedIndicesEngine:
@@ -52,6 +64,28 @@ class SavedIndicesEngine:
         self.bits_match: dict[int, bool] = {}
         """By index: True if a recomputed tensor had the bits of the forward, which is seen once."""
         self.warned_of_count = False
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        modules: frozenset[int] = frozenset(),
+    ) -> Any:
+        """Run one forward, in which some modules are recomputed: those with these ids."""
+        if not modules:
+            return run_under_hooks(self.around(function), function, args, kwargs)
+        outer = recomputed_modules.get()
+        try:
+            if not (self.recomputed or self.offloaded):  # no saved tensor has to be looked at
+                recomputed_modules.set(modules)
+                return function(*args, **kwargs)
+            context = self.around(function)
+            is_region = isinstance(context, SavedIndicesRegion)
+            recomputed_modules.set(modules if is_region else frozenset())
+            return run_under_hooks(context, function, args, kwargs)
+        finally:
+            recomputed_modules.set(outer)
 
     def around(self, function: Callable[..., Any]) -> AbstractContextManager[Any]:
         """A context to enter around one forward."""
@@ -124,6 +158,8 @@ class SavedIndicesRegion(Region):
         """Saved-tensor hook: the tensor, or what brings or makes it back."""
         if is_traced():  # what an op that makes a graph saves is no activation
             return KeptTensor(x)
+        if self._engine.strategy.modules and packs_arguments(sys._getframe(1)):
+            return KeptTensor(x)  # what a recomputed module is given has no index
         index = self.saved
         self.saved = index + 1
         if index in self._engine.offloaded:

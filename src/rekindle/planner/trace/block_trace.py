@@ -8,21 +8,25 @@ depend on parameters alone, such as casts under autocast, count as coming from o
 numbers they have under a policy (`ctx.number`), and the addresses by which a plan finds them again.
 """
 
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rekindle.modules.unwrapping import places
 from rekindle.offload.saved_tensors import KeptTensor, unpack
 from rekindle.planner.devices import Device, op_seconds
 from rekindle.planner.trace.block_calls import BlockCall
 from rekindle.planner.types import BlockTrace, TracedOp, TracedValue
+from rekindle.regions.recompute.containers import packs_arguments
 from rekindle.regions.saved_indices import recomputable_indices
 from rekindle.regions.selective.op_addresses import (
     ModuleFinder,
@@ -75,6 +79,7 @@ class _Builder:
     ops: list[TracedOp] = field(default_factory=list)
     values: list[TracedValue] = field(default_factory=list)
     saves: list[int | None] = field(default_factory=list)
+    saved_in: list[str] = field(default_factory=list)
     changed: set[int] = field(default_factory=set)
     _known: dict[int, tuple[Any, int]] = field(default_factory=dict)
     """The index of each storage's value, by key, with a weak reference that keeps the key unique.
@@ -91,10 +96,10 @@ class _Builder:
         """Return whether a tensor is a parameter, or depends on parameters alone."""
         return is_parameter(tensor) or self._index(tensor) == _FIXED
 
-    def add(self, tensor: Tensor, maker: int | None) -> int:
-        """Add a value that an op made, and return its index."""
+    def add(self, tensor: Tensor, maker: int | None, module: str) -> int:
+        """Add a value that an op made in a module, and return its index."""
         index = len(self.values)
-        self.values.append(TracedValue(_nbytes(tensor), maker))
+        self.values.append(TracedValue(_nbytes(tensor), maker, module=module))
         self._enter(tensor, index)
         return index
 
@@ -130,6 +135,8 @@ class _OpRecorder(TorchDispatchMode):
         self._number = -1
         self._device = device
         self._modules = None if block is None else ModuleFinder(block)
+        self.called: dict[str, None] = {}
+        """Paths of modules in which ops ran, in the order of their first ops."""
         self.counts: Counter[str] = Counter()
         self.communicates = False
 
@@ -161,19 +168,26 @@ class _OpRecorder(TorchDispatchMode):
         new = [tensor for tensor in made if built.find(tensor) is None]
         inputs = tuple(i for i in map(built.find, given) if i is not None)
         maker = len(built.ops) if again else None
-        outputs = tuple(built.add(tensor, maker) for tensor in new)
+        module = self.current_module()
+        outputs = tuple(built.add(tensor, maker, module) for tensor in new)
         if again:
             name = func.name() if hasattr(func, "name") else str(func)
             seconds = op_seconds(self._device, func, args, kwargs, out)
-            address = self._address(name)
+            address = self._address(name, module)
             built.ops.append(TracedOp(self._number, name, seconds, inputs, outputs, address))
         return out
 
-    def _address(self, name: str) -> OpAddress | None:
+    def current_module(self) -> str:
+        """The path of the innermost module of the block that is being called."""
+        paths = [] if self._modules is None else self._modules.paths()
+        self.called.update(dict.fromkeys(paths))
+        return paths[0] if paths else ""
+
+    def _address(self, name: str, module: str) -> OpAddress | None:
         if self._modules is None:
             return None
         self.counts[name] += 1
-        return OpAddress(self._modules.path(), name, self.counts[name] - 1, 0)
+        return OpAddress(module, name, self.counts[name] - 1, 0)
 
 
 def record(
@@ -185,10 +199,14 @@ def record(
     and nothing afterwards.
     """
     built = _Builder()
+    has_regions = False
 
     def pack(tensor: Tensor) -> KeptTensor:
+        nonlocal has_regions
         if not is_traced():
             built.saves.append(built.find(tensor))
+            built.saved_in.append(mode.current_module())
+            has_regions |= packs_arguments(sys._getframe(1))
         # Not the tensor itself: a node that saves its own output would hold itself.
         return past_modes(KeptTensor, tensor)
 
@@ -203,7 +221,33 @@ def record(
     )
     values = (replace(value, changes=i in built.changed) for i, value in enumerate(built.values))
     saved = frozenset(index for index in built.saves if index is not None)
-    return BlockTrace(ops, tuple(values), saved, tuple(built.saves), mode.communicates)
+    return BlockTrace(
+        ops,
+        tuple(values),
+        saved,
+        tuple(built.saves),
+        mode.communicates,
+        saved_in=tuple(built.saved_in),
+        called=() if has_regions else _recomputable_modules(mode.called, block),
+    )
+
+
+def _recomputable_modules(called: Iterable[str], block: nn.Module | None) -> tuple[str, ...]:
+    """The modules inside a block, of those that were called, that may be recomputed.
+
+    Not those in wrappers, whose paths vary, and scripted ones, whose forward is no Python. None of
+    a block that has regions of its own: what these hold would be counted among the saved tensors.
+    """
+    if block is None:
+        return ()
+    where = places(block)
+    return tuple(
+        path
+        for path in called
+        if path
+        and where.get(path) == path
+        and not isinstance(block.get_submodule(path), torch.jit.ScriptModule)
+    )
 
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")

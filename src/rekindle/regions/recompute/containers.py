@@ -4,6 +4,7 @@ import functools
 import operator
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -36,6 +37,11 @@ class PackedTensor:
 
 PACKING = PackedTensor.__init__.__code__
 """The code that saves the arguments of a nested region: what it saves is surely written."""
+
+
+def packs_arguments(caller: FrameType) -> bool:
+    """True if a saved-tensor hook is called for an argument of a nested region, not by autograd."""
+    return caller.f_code is PACKING
 
 
 class Container:

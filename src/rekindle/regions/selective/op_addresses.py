@@ -49,6 +49,18 @@ class ModuleFinder:
             frame = frame.f_back
         return ""
 
+    def paths(self) -> list[str]:
+        """The paths of all modules of the block that are being called now, the innermost first."""
+        found: list[str] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is MODULE_CALL:
+                path = self._paths.get(id(frame.f_locals["self"]))
+                if path is not None:
+                    found.append(path)
+            frame = frame.f_back
+        return found
+
 
 _known: "WeakKeyDictionary[nn.Module, ModuleFinder]" = WeakKeyDictionary()
 
