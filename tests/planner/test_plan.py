@@ -348,6 +348,7 @@ def test_a_plan_prints_what_happens_to_which_blocks_and_what_it_costs() -> None:
 def test_a_plan_prints_what_was_measured_and_what_moves() -> None:
     lines = str(PLAN.measured(2**20, 0.0142)).splitlines()
     assert lines[3] == "  measured        1 MiB, 14.2 ms a step"
+    assert lines[4] == "  moved away      20 B to host memory"
     assert lines[-1] == (
         "  blocks.2: 1 x Block: keep 2 results (mm, attention), offload 1 result (layer_norm), "
         "recompute the rest: 40 B held, 20 B moved, 3.50 ms"
@@ -357,7 +358,7 @@ def test_a_plan_prints_what_was_measured_and_what_moves() -> None:
 def test_a_plan_prints_what_less_memory_costs_and_more_saves() -> None:
     less, more = Nearby(1_887_437, 0.0181), Nearby(5 * 2**20, 0.013)
     lines = str(replace(PLAN, less=less, more=more)).splitlines()
-    assert lines[3:5] == [
+    assert lines[4:6] == [
         "  with less       1.8 MiB: +3.10 ms a step",
         "  with more       5 MiB: -2.00 ms a step",
     ]
@@ -366,7 +367,7 @@ def test_a_plan_prints_what_less_memory_costs_and_more_saves() -> None:
 def test_a_plan_prints_where_no_plan_fits_and_where_more_is_no_faster() -> None:
     less, more = Nearby(2**20, None), Nearby(5 * 2**20, PLAN.predicted_time)
     lines = str(replace(PLAN, less=less, more=more)).splitlines()
-    assert lines[3:5] == [
+    assert lines[4:6] == [
         "  with less       1 MiB: no plan fits",
         "  with more       5 MiB: no change in time",
     ]

@@ -45,6 +45,7 @@ from rekindle.planner.ranks.worst_case import shape_of_profile, worst_case
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Nearby, Profile
 from rekindle.report import text  # noqa: F401 (plans and profiles print by it)
+from rekindle.sizes import parse_bytes
 
 
 def profile(
@@ -56,6 +57,7 @@ def profile(
     device: str | torch.device | None = None,
     like: Like = None,
     spill: bool = False,
+    max_offload: int | str | None = None,
     blocks: Named | None = None,
     progress: bool | None = None,
     group: Any = None,
@@ -91,6 +93,9 @@ def profile(
             of the same model that was measured. If not given, the device that the model is on.
         spill: what a plan sends away goes to disk (the system's folder for temporary files), not
             to host memory; on a CPU, plans send nothing away without it.
+        max_offload: bytes that plans send away at most, as an `int` or like `"100GiB"`, from each
+            device. None: what the machine has free, but for a tenth of all, shared by its ranks;
+            with `device="meta"` there is no bound.
         blocks: the modules that are planned one by one: patterns of paths like `"layers.*"`,
             classes of modules, or several of them, none inside another. None: they are found.
         progress: whether to show how far it is, once it takes longer than two seconds: a bar on
@@ -101,9 +106,11 @@ def profile(
             themselves. With `device="meta"` each rank goes by itself.
     """
     if is_meta(device):
-        return _profile(model, batch, loss, optimizer, True, like, spill, blocks, progress)
+        found = _profile(model, batch, loss, optimizer, True, like, spill, blocks, progress)
+        return _with_room(found, max_offload)
     with collective("profile", group):
-        return _profile(model, batch, loss, optimizer, False, like, spill, blocks, progress)
+        found = _profile(model, batch, loss, optimizer, False, like, spill, blocks, progress)
+        return _with_room(found, max_offload)
 
 
 def _profile(
@@ -133,6 +140,13 @@ def _profile(
     if found.loss == "none":
         warn_without_loss(found.batch)
     return found
+
+
+def _with_room(profile: Profile, max_offload: int | str | None) -> Profile:
+    """A profile whose plans move no more than was given, if it was; the least of all ranks'."""
+    own = None if max_offload is None else parse_bytes(max_offload, "max_offload")
+    given = [room for room in all_gather(own) if room is not None]
+    return replace(profile, tier_bytes=min(given)) if given else profile
 
 
 def _progress(wanted: Any) -> Progress:
@@ -238,6 +252,7 @@ def fit(
     optimizer: Any = None,
     profile: Profile | None = None,
     spill: bool = False,
+    max_offload: int | str | None = None,
     blocks: Named | None = None,
     verify: VerifyLevel = "auto",
     progress: bool | None = None,
@@ -276,6 +291,7 @@ def fit(
         profile: what `rekindle.profile` measured of this model and batch, if it has been: then
             another budget takes seconds.
         spill: as for `profile`.
+        max_offload: as for `profile`.
         blocks: as for `profile`; not with a profile, which has its blocks.
         verify: `"gradients"` runs one more step, by other strategies than the plan, to compare the
             gradients with; `"peak"` does not; `"auto"` does if a step is predicted to take less
@@ -284,7 +300,9 @@ def fit(
         group: as for `profile`: the ranks that plan together.
     """
     with collective("fit", group), show_progress(_progress(progress)):
-        return _fit(model, batch, budget, loss, optimizer, profile, spill, blocks, verify)
+        return _fit(
+            model, batch, budget, loss, optimizer, profile, spill, max_offload, blocks, verify
+        )
 
 
 def _fit(
@@ -295,6 +313,7 @@ def _fit(
     optimizer: Any,
     known: Profile | None,
     spill: bool,
+    max_offload: int | str | None,
     blocks: Named | None,
     verify: VerifyLevel,
 ) -> Plan:
@@ -322,6 +341,7 @@ def _fit(
         if optimizer is not None:
             known = _with_optimizer(known, model, batch, optimizer)
         measured = _worst_profile(known, "fit")
+    measured = _with_room(measured, max_offload)
     step = TrainingStep(model, batch, given)
     is_outside = given is not None or step.function is not None
     request = FitRequest(
@@ -330,6 +350,7 @@ def _fit(
         rest_peak=measured.rest_peak if is_outside else 0,
         output_held=measured.output_held,
         spill=spill or has_spill_candidates(measured),
+        max_offload=None if max_offload is None else measured.tier_bytes,
         loss=given,
         verify=verify,
         blocks=None if blocks is None else tuple(named_blocks(model, blocks)),

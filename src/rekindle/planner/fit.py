@@ -83,6 +83,8 @@ def _profile_again(model: nn.Module, call: ModelCall, request: FitRequest) -> Pr
     The loss may know the labels of the first batch alone: `lambda out: criterion(out, labels)`.
     """
     measured_on = measuring_device(compute_device(model), request.spill)
+    if request.max_offload is not None:
+        measured_on = replace(measured_on, tier_bytes=request.max_offload)
     if request.loss is not None:
         try:
             return profile_model(

@@ -22,6 +22,8 @@ class FitRequest:
     """Bytes of the output that stay until the backward has ended."""
     spill: bool = False
     """True if results are moved to disk."""
+    max_offload: int | None = None
+    """Bytes that are moved at most, if that was given."""
     loss: Loss | None = None
     """The loss that was given."""
     verify: VerifyLevel = "auto"

@@ -33,7 +33,7 @@ from rekindle.planner.instruments.memory_meter import metered_as_a_whole, unmete
 from rekindle.planner.instruments.timing import Clock, DeviceClock
 from rekindle.planner.loss import Loss
 from rekindle.planner.measure.block_benchmark import BlockBenchmark
-from rekindle.planner.measure.link import link_bandwidth
+from rekindle.planner.measure.link import link_bandwidth, tier_share
 from rekindle.planner.measure.measure_candidates import measure_candidates, offload_candidates
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.measure.static_memory import static_bytes
@@ -68,6 +68,8 @@ class MeasuringDevice:
     bytes_per_second: float
     """Bandwidth of the link to the tier and back; 0 if there is none."""
     tier: TierName = "host"
+    tier_bytes: int | None = None
+    """Bytes that this rank has room for in the tier; None if that is not known."""
     known: Profile | None = None
     """A profile from which blocks are taken, rather than measured."""
     host_runs_ahead: bool = False
@@ -80,12 +82,14 @@ def measuring_device(device: torch.device, spill: bool = False) -> MeasuringDevi
     """Return a real device to measure on, with a link to disk, or else to host memory."""
     tier: TierName = "disk" if spill else "host"
     is_cuda = device.type == "cuda"
+    bandwidth, room = link_bandwidth(device, tier), tier_share(tier)
     return MeasuringDevice(
         device,
         torch.cuda.get_device_name(device) if is_cuda else device.type,
         DeviceClock(device),
-        link_bandwidth(device, tier),
+        bandwidth,
         tier,
+        room if bandwidth else None,
         host_runs_ahead=is_cuda,
     )
 
@@ -289,6 +293,7 @@ def _assemble(
         recompute_peak=static + trace.peak,
         output_held=step.output_held,
         loss=step.loss_source,
+        tier_bytes=measured_on.tier_bytes,
     )
     if trace.casts_freed_before_backward:  # the trace's rest_peak is above the casts' bytes
         casts = cached_after_blocks(profile, recomputing_all(profile))

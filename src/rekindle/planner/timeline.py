@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from rekindle.planner.types import Candidate, Prediction, Profile
 
+_BEYOND_ANY_BUDGET = 2**60
 OUTSIDE_BLOCKS = "the head and the loss"
 """The place of a peak between the last block's forward and its backward."""
 
@@ -227,6 +228,12 @@ class Timeline:
             [end - begin for begin, end in pairwise(begins)][::-1],
         )
 
+    def _without_room(self, choice: Sequence[Terms]) -> int:
+        """Bytes by which no budget is kept: none, unless more moves than the tier has room for."""
+        room = self.profile.tier_bytes
+        over = 0 if room is None else sum([terms[5] for terms in choice]) - room
+        return _BEYOND_ANY_BUDGET + over if over > 0 else 0
+
     def _forward(self, choice: Sequence[Terms], ends: list[float] | None = None) -> "_Forward":
         """Walk the moments up to the loss; terms go by position, which is quicker than by name.
 
@@ -236,7 +243,7 @@ class Timeline:
         rate, moving = profile.bytes_per_second, _moving(choice)
         stays, moves, lead = moving
         late = lead if any(moves) else 0
-        peak, moment = self.moments[0].constant, 0
+        peak, moment = self.moments[0].constant + self._without_room(choice), 0
         held = sent = cached = leaving = 0
         seconds = host = free_at = 0.0
         for i, terms in enumerate(choice):

@@ -388,6 +388,8 @@ class Profile:
     rest_host_seconds: float = 0.0
     """Seconds in which the host launches what is outside the blocks; 0 where host and device are
     one."""
+    tier_bytes: int | None = None
+    """Bytes that there is room for in host memory, or on disk; None if that is not known."""
 
     def candidates(self, position: int) -> tuple[Candidate, ...]:
         """The candidates at one place of the forward."""

@@ -39,6 +39,9 @@ def format_plan(plan: Plan) -> str:
             f"  measured        {format_bytes(plan.measured_peak)}, "
             f"{plan.measured_time * 1e3:.1f} ms a step"
         )
+    if plan.offloads:
+        moved = sum(candidate.bytes_moved for _, _, candidate in plan.blocks)
+        lines.append(f"  moved away      {format_bytes(moved)} to {_tiers(plan)}")
     if plan.verified is not None:
         lines.append(f"  verified        {plan.verified}")
     lines += _nearby("with less", plan.less, plan.predicted_time)
@@ -57,6 +60,13 @@ def format_plan(plan: Plan) -> str:
         )
         lines.append(f"  {where or kind}: {len(paths)} x {kind}: {_format_candidate(candidate)}")
     return "\n".join(lines)
+
+
+def _tiers(plan: Plan) -> str:
+    """The places that a plan moves results to, in words."""
+    tiers = {candidate.tier for _, _, candidate in plan.blocks}
+    names = {"host": "host memory", "disk": "disk"}
+    return " and ".join(name for tier, name in names.items() if tier in tiers)
 
 
 def _nearby(words: str, near: Nearby | None, seconds: float) -> list[str]:

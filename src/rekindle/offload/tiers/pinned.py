@@ -10,19 +10,17 @@ import mmap
 import warnings
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from rekindle.offload.tiers.arena import Arena, Lease, aligned
+from rekindle.offload.tiers.room import host_memory_left
 from rekindle.sizes import format_bytes
 
 _SLAB = 256 * 2**20
 _FIRST_SLAB = 32 * 2**20
-_SPARED = 0.1
-"""The share of the machine's memory that pinning leaves alone."""
 
 
 class Room:
@@ -103,7 +101,7 @@ class PinnedPool:
         wished = max(nbytes, min(_SLAB, max(_FIRST_SLAB, self.size)))
         for length in dict.fromkeys((wished, nbytes)):
             below_cap = self.max_bytes is None or self.size + length <= self.max_bytes
-            if below_cap and length <= _memory_left():
+            if below_cap and length <= host_memory_left():
                 self._slabs.append(_Slab(length, self._device))
                 return True
         return False
@@ -144,18 +142,3 @@ def unpin(memory: Tensor, device: torch.device) -> None:
     """Undo `pin`, when the device has done with the memory."""
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-
-
-def _memory_left() -> float:
-    """Returns the bytes that may still be pinned; infinity where the system does not tell."""
-    left = float("inf")
-    with suppress(OSError, KeyError, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (x.split(":") for x in lines)}
-        left = sizes["MemAvailable"] - _SPARED * sizes["MemTotal"]
-    with suppress(OSError, ValueError):  # of a container, which may have less
-        most, now = (
-            int(Path(f"/sys/fs/cgroup/memory.{x}").read_text()) for x in ("max", "current")
-        )
-        left = min(left, (1 - _SPARED) * most - now)
-    return left

@@ -1,13 +1,18 @@
-"""Measures the bandwidth of the link to host memory or disk."""
+"""Measures the link to host memory or disk: its bandwidth, and the room at its other end."""
 
+import os
+import socket
 import tempfile
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from rekindle.errors import OffloadError
+from rekindle.offload.tiers.room import tier_room
 from rekindle.offload.tiers.spill_file import SpillFile, wait_for
 from rekindle.planner.instruments.timing import timed
+from rekindle.planner.ranks.rank_sync import all_gather
 from rekindle.sizes import format_bytes
 from rekindle.strategy import TierName
 
@@ -23,6 +28,15 @@ def link_bandwidth(device: torch.device, tier: TierName) -> float:
             else _pinned_bandwidth(device)
         )
     return _disk_bandwidth() if (device.type, tier) == ("cpu", "disk") else 0.0
+
+
+def tier_share(tier: TierName) -> int | None:
+    """This rank's share of the room in a tier, which the ranks of one machine have in common."""
+    machine, room = socket.gethostname(), tier_room(tier)
+    here = all_gather(machine).count(machine)
+    with suppress(ValueError):  # ranks of other groups, such as other stages of a pipeline, too
+        here = max(here, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return None if room is None else room // here
 
 
 def _pinned_bandwidth(device: torch.device) -> float:

@@ -171,6 +171,7 @@ def worst_case(profiles: Sequence[Profile], own: Profile) -> Profile:
         inputs=max((p.inputs for p in profiles), key=count_elements),
         recompute_peak=_most_known(p.recompute_peak for p in profiles),
         planning_peak=_most_known(p.planning_peak for p in profiles),
+        tier_bytes=_least_known(p.tier_bytes for p in profiles),
     )
 
 
@@ -189,6 +190,10 @@ def _at_each(
 
 def _most_known(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
+
+
+def _least_known(values: Iterable[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)
 
 
 def shape_of_profile(profile: Profile) -> Any:

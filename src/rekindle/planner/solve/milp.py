@@ -219,6 +219,13 @@ class _Rows:
         runs = (self._run_of[i] for i in range(moment.waiting_from, self.timeline.count))
         return [term for run in runs for term in self._sum(run, "waiting", len(run.menu))]
 
+    def bound_moves(self) -> None:
+        """Move no more than the tier has room for."""
+        room = self.timeline.profile.tier_bytes
+        moved = [term for run in self.runs for term in self._sum(run, "moved", len(run.menu))]
+        if room is not None and moved:
+            self.program.add_row(moved, -np.inf, room / _MIB)
+
     def add_time(self) -> None:
         """Minimize the step's time; of candidates that take as long, those that hold less."""
         profile, seconds = self.timeline.profile, []
@@ -273,6 +280,7 @@ def fastest(timeline: Timeline, budget: int, effort: Effort = EXACT) -> Solution
             return None
         for terms in rows.moment_sums(moment):
             rows.program.add_row(terms, -np.inf, room)
+    rows.bound_moves()
     rows.add_time()
     return _solution(rows, effort)
 
