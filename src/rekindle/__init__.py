@@ -14,10 +14,12 @@ change from one version to the next.
 from rekindle import policies, strategy
 from rekindle._api.apply import apply, remove
 from rekindle._api.checkpoint import checkpoint, checkpoint_sequential
+from rekindle._api.explaining import explain
 from rekindle._api.planning import Point, fit, frontier, profile, solve
 from rekindle._api.selective import create_selective_checkpoint_contexts, name
 from rekindle.compat.patch import patch_torch
 from rekindle.errors import CheckpointError, OffloadError, RekindleError
+from rekindle.explanation.types import Explanation
 from rekindle.modules.applied import Applied
 from rekindle.modules.wrappers import (
     ActivationWrapper,
@@ -71,6 +73,7 @@ __all__ = [
     "Counts",
     "DefaultDeviceType",
     "Device",
+    "Explanation",
     "GraphExecGroup",
     "Observation",
     "Offload",
@@ -90,6 +93,7 @@ __all__ = [
     "checkpoint_wrapper",
     "create_selective_checkpoint_contexts",
     "detach_variable",
+    "explain",
     "fit",
     "frontier",
     "get_device_states",

@@ -79,6 +79,16 @@ class _WholeCudaMeter(_CudaMeter):
         return self._highest
 
 
+class Watcher(Protocol):
+    """Told of each storage that a meter counts."""
+
+    def on_made(self, address: int, nbytes: int) -> None:
+        """A storage counts from now on."""
+
+    def on_freed(self, address: int) -> None:
+        """A storage counts no more."""
+
+
 class _Tally:
     """Counts bytes of storages that were first seen since it began, and that are alive.
 
@@ -87,10 +97,15 @@ class _Tally:
     """
 
     def __init__(
-        self, before: Iterable[int], known: Iterable[Tensor], see_sizes: Callable[[], None]
+        self,
+        before: Iterable[int],
+        known: Iterable[Tensor],
+        see_sizes: Callable[[], None],
+        watcher: Watcher | None = None,
     ) -> None:
         self._see_sizes = see_sizes
         """Called before bytes are read: a storage may have changed its size."""
+        self._watcher = watcher
         self._now = self._peak = 0
         self._sizes: dict[int, int] = {}
         """Bytes of storages, by their addresses."""
@@ -124,11 +139,16 @@ class _Tally:
             self._sizes[address] = nbytes
             self._now += nbytes
             self._peak = max(self._peak, self._now)
+            if self._watcher is not None:
+                self._watcher.on_made(address, nbytes)
 
     def drop(self, address: int) -> None:
         """Uncount a storage that is freed; another may get its address from now on."""
         self._before.discard(address)
-        self._now -= self._sizes.pop(address, 0)
+        if address in self._sizes:
+            self._now -= self._sizes.pop(address)
+            if self._watcher is not None:
+                self._watcher.on_freed(address)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -145,9 +165,9 @@ class LiveBytes(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, not_counted: Iterable[Tensor] = ()) -> None:
+    def __init__(self, not_counted: Iterable[Tensor] = (), watcher: Watcher | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._own = _Tally((), not_counted, _do_nothing)
+        self._own = _Tally((), not_counted, _do_nothing, watcher)
         self._tallies = [self._own]
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         """Storages that were seen, by their addresses, with their bytes at that time."""

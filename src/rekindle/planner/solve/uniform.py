@@ -5,13 +5,10 @@ one policy everywhere, each without offload or with. They are cheap to evaluate,
 returns a choice that is predicted to be slower than the best of them that fits.
 """
 
-from collections.abc import Iterator
-
-from rekindle.planner.candidates import kind_of_candidate
 from rekindle.planner.solve.milp import solution_of
 from rekindle.planner.timeline import Timeline
+from rekindle.planner.treatments import keeping, treatments
 from rekindle.planner.types import Solution
-from rekindle.strategy import Keep
 
 
 def best_uniform(timeline: Timeline, budget: int) -> Solution | None:
@@ -22,7 +19,7 @@ def best_uniform(timeline: Timeline, budget: int) -> Solution | None:
     """
     found = [
         solution
-        for treatment in _treatments(timeline)
+        for treatment in treatments(timeline.profile)
         if (solution := _fewest(timeline, treatment, budget)) is not None
     ]
     return min(found, key=lambda solution: solution.prediction.seconds, default=None)
@@ -30,7 +27,7 @@ def best_uniform(timeline: Timeline, budget: int) -> Solution | None:
 
 def _fewest(timeline: Timeline, treatment: list[int], budget: int) -> Solution | None:
     """The choice that gives the treatment to as few blocks as fit the budget, by bisection."""
-    keep = _keeping(timeline)
+    keep = keeping(timeline.profile)
     paths = [path for path, _ in timeline.profile.order]
     order = {path: i for i, path in enumerate(dict.fromkeys(paths))}
 
@@ -50,33 +47,3 @@ def _fewest(timeline: Timeline, treatment: list[int], budget: int) -> Solution |
         else:
             low = middle + 1
     return found
-
-
-def _keeping(timeline: Timeline) -> list[int]:
-    """The index at each place of the candidate that keeps all; of the first, if there is none."""
-    return [
-        next((k for k, each in enumerate(menu) if each.strategy == Keep()), 0)
-        for menu in (timeline.profile.candidates(i) for i in range(timeline.count))
-    ]
-
-
-def _treatments(timeline: Timeline) -> Iterator[list[int]]:
-    """Yield the index of a candidate at each place: of one kind everywhere, and of one rank in it.
-
-    A block that has no candidate of the kind keeps all.
-    """
-    profile = timeline.profile
-    ranked: list[dict[object, list[int]]] = []
-    for block in profile.blocks:
-        of_kind: dict[object, list[int]] = {}
-        for k, candidate in enumerate(block.candidates):
-            of_kind.setdefault(kind_of_candidate(candidate), []).append(k)
-        ranked.append(of_kind)
-    keep = _keeping(timeline)
-    for kind in dict.fromkeys(kind for of_kind in ranked for kind in of_kind):
-        for rank in range(max(len(of_kind.get(kind, ())) for of_kind in ranked)):
-            indices = []
-            for i, (_, index) in enumerate(profile.order):
-                own = ranked[index].get(kind)
-                indices.append(own[min(rank, len(own) - 1)] if own else keep[i])
-            yield indices

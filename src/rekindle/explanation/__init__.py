@@ -1,0 +1,1 @@
+"""An account of where the memory of a training step goes, storage by storage."""
