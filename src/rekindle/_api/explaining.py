@@ -44,7 +44,7 @@ def explain(
     >>> loss = lambda out: out.square().mean()
     >>> found = rekindle.explain(model, batch, loss=loss, device="meta", like="H100")
     >>> found.source, found.fits
-    ('fake tensors', True)
+    ('fake tensors', False)
     >>> print(found)
     TransformerEncoder on H100...
 

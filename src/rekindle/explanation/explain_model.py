@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from rekindle.errors import RekindleError
-from rekindle.explanation.changes import StepFacts, find_changes
+from rekindle.explanation.changes import find_changes
 from rekindle.explanation.record import StepRecord, record_step
 from rekindle.explanation.saved import saved_activations
 from rekindle.explanation.static_shares import Held, kinds_of, static_shares
+from rekindle.explanation.step_changes import StepFacts
 from rekindle.explanation.summarize import (
     Walk,
-    format_line,
-    peak_site,
+    format_moment,
     shares,
     timeline,
     walk,
@@ -34,7 +34,6 @@ from rekindle.planner.fake_profile import Like
 from rekindle.planner.loss import Loss
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.measure.static_memory import optimizer_bytes
-from rekindle.planner.op_words import word_of
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan_for_budget import plain_prediction
 from rekindle.planner.trace.fake_tensors import (
@@ -91,7 +90,7 @@ def explain_model(request: Request) -> Explanation:
         loss=profile.loss,
         source=recorded.source,
         peak=sum(static.values()) + found.peak,
-        peak_at=_format_peak(record, found, profile.model),
+        peak_at=format_moment(record, found.peak_event, profile.model),
         static_bytes=sum(static.values()),
         device_bytes=device_bytes,
         seconds=plain_prediction(profile).seconds,
@@ -105,14 +104,6 @@ def explain_model(request: Request) -> Explanation:
         others=changes.others,
         unhelpful=changes.unhelpful,
     )
-
-
-def _format_peak(record: StepRecord, found: Walk, model: str) -> str:
-    """The phase, module, op and line of the op that ran at the peak."""
-    site = peak_site(record, found.peak_event)
-    line = format_line(site.line)[0]
-    at = f" at {line}" if line else ""
-    return f"the {site.phase} of {site.module or model}: {word_of(site.op)}{at}"
 
 
 def _recorded(request: Request) -> _Recorded:
@@ -221,10 +212,13 @@ def _facts(
     nbytes = sum(p.nbytes for p in trained)
     return StepFacts(
         record=record,
+        model=request.profile.model,
         peak=total + found.peak,
+        peak_at=format_moment(record, found.peak_event, request.profile.model),
         static_bytes=total,
         gradient_bytes=kinds["gradients"],
         parameter_bytes=kinds["parameters"],
+        batch_bytes=kinds["batch"],
         optimizer_bytes=kinds["optimizer"],
         optimizer_elements=kinds["optimizer"] * sum(p.numel() for p in trained) // max(nbytes, 1),
         device_bytes=device_bytes,

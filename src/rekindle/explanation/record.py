@@ -18,7 +18,6 @@ from rekindle.explanation.sites import OpSite, SiteFinder
 from rekindle.offload.saved_tensors import KeptTensor, unpack
 from rekindle.planner.instruments.memory_meter import LiveBytes, storages_of
 from rekindle.planner.training_step import TrainingStep
-from rekindle.regions.selective.op_addresses import is_parameter
 from rekindle.torch_private.dispatch_modes import (
     ASKS_DEVICE,
     TorchDispatchMode,
@@ -126,6 +125,12 @@ class _Recorder(TorchDispatchMode):
         self._finder = SiteFinder(step)
         self._site = OpSite("", "", "forward", None)
         self._alive: dict[int, Storage] = {}
+        self._parameters = {
+            storage_key(storage): tuple(parameter.shape)
+            for parameter in step.model.parameters()
+            for storage in storages_of(parameter)
+        }
+        """The shapes of the model's parameters, by the keys of their storages."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -170,7 +175,9 @@ class _Recorder(TorchDispatchMode):
 
     def _read(self, given: list[Tensor]) -> _Read:
         storages = tuple(dict.fromkeys(s for tensor in given for s in self._storages(tensor)))
-        return _Read(storages, tuple(tuple(t.shape) for t in given if is_parameter(t)))
+        keys = (storage_key(storage) for tensor in given for storage in storages_of(tensor))
+        shapes = (self._parameters[key] for key in keys if key in self._parameters)
+        return _Read(storages, tuple(shapes))
 
     def _storages(self, tensor: Tensor) -> list[Storage]:
         keys = map(storage_key, storages_of(tensor))
@@ -192,10 +199,13 @@ class _Recorder(TorchDispatchMode):
             if behind is not None:
                 storage.of_parameters = _is_gradient_of(storage, behind)
             else:
-                storage.of_parameters = bool(given) and all(
-                    is_parameter(t) or all(s.of_parameters for s in self._storages(t))
-                    for t in given
-                )
+                storage.of_parameters = bool(given) and all(map(self._is_of_parameters, given))
+
+    def _is_of_parameters(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter, or was made from parameters alone."""
+        keys = [storage_key(storage) for storage in storages_of(tensor)]
+        made = (self._alive.get(key) for key in keys if key not in self._parameters)
+        return bool(keys) and all(each is not None and each.of_parameters for each in made)
 
     def _mark_logits(self, tensor: Tensor, dim: int) -> None:
         """Mark what a log-softmax reads, and what that was made from up to the head's product."""

@@ -45,9 +45,14 @@ def walk(record: StepRecord) -> Walk:
     return Walk(totals, peak_event, alive)
 
 
-def highest(record: StepRecord, nbytes: Callable[[Storage], int]) -> int:
-    """Return the most bytes at once, if each storage had the bytes that a function says."""
-    return max(_running(record.events, nbytes), default=0)
+def highest(record: StepRecord, nbytes: Callable[[Storage], int]) -> tuple[int, int]:
+    """Return the event of the most bytes at once, and the bytes.
+
+    Each storage has the bytes that a function says.
+    """
+    totals = _running(record.events, nbytes)
+    event = max(range(len(totals)), key=totals.__getitem__, default=-1)
+    return event, totals[event] if totals else 0
 
 
 def _running(events: list[Event], nbytes: Callable[[Storage], int]) -> list[int]:
@@ -75,9 +80,14 @@ def kind_of_storage(storage: Storage, record: StepRecord) -> str:
     return "activations" if storage.saves or outlives_forward else "workspace"
 
 
-def peak_site(record: StepRecord, event: int) -> OpSite:
-    """Return the place of the op that ran at an event."""
-    return record.events[event].site if event >= 0 else OpSite("", "", "forward", None)
+def format_moment(record: StepRecord, event: int, model: str) -> str:
+    """Return the phase, module, op and line of the op that ran at an event."""
+    if event < 0:
+        return "no op"
+    site = record.events[event].site
+    line = format_line(site.line)[0]
+    at = f" at {line}" if line else ""
+    return f"the {site.phase} of {site.module or model}: {word_of(site.op)}{at}"
 
 
 @dataclass

@@ -121,7 +121,9 @@ class Change:
     peak_at: str
     """The moment of the peak with the change."""
     note: str = ""
-    """A remark, such as that the figures are estimates, or why the change does not help."""
+    """A remark: what is done, that the figures are estimates, or why the change does not help."""
+    same_step: bool = True
+    """True if gradients, the optimizer's step and the batch stay as they are."""
     fits: bool | None = None
     """True if the peak is within the memory of the device; None where that is not known."""
 

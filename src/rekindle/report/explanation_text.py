@@ -69,7 +69,7 @@ def _shortened(text: str, length: int = 48) -> str:
 def grouped_modules(found: Explanation) -> list[Share]:
     """The modules that hold most at the peak, without those inside them; layers alike are one.
 
-    What each is about is the kinds that it holds.
+    Each is about the kinds that it holds.
     """
     own = {each.name: list(each.kinds) for each in found.modules}
     for each in found.modules:
@@ -126,7 +126,7 @@ def _format_change(found: Explanation, change: Change) -> list[str]:
 
 
 def format_effect(found: Explanation, change: Change) -> str:
-    """What a change saves and costs, in a few words."""
+    """A few words on the bytes that a change saves, and on its cost."""
     words = [f"-{format_bytes(change.saved)}"]
     if change.seconds is not None:
         words.append(f"{100 * (change.seconds / found.seconds - 1):+.1f} % time")
@@ -137,5 +137,5 @@ def format_effect(found: Explanation, change: Change) -> str:
 
 
 def format_unhelpful(change: Change) -> str:
-    """Why a change does not help."""
+    """The reason why a change does not help."""
     return f"{change.name}: {change.note}"
