@@ -58,7 +58,8 @@ class Save:
 
     shape: tuple[int, ...]
     dtype: str
-    needed_by: str = ""
+    reader: tuple[str, str] | None = None
+    """The node of the backward that read it, and the module of its forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +230,7 @@ class _Recorder(TorchDispatchMode):
             return past_modes(_pack, tensor, save)
 
         def unpack_saved(packed: _PackedTensor) -> Tensor:
-            packed.save.needed_by = self._finder.needed_by()
+            packed.save.reader = self._finder.reader()
             return unpack(packed.kept)
 
         with saved_tensors_hooks(pack, unpack_saved):

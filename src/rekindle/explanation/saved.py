@@ -33,7 +33,10 @@ def saved_activations(
 def _saved(group: list[Storage], alive: set[int]) -> SavedActivation:
     first = group[0]
     line, source = format_line(first.site.line)
-    needed_by = (generalized(s.needed_by) for each in group for s in each.saves if s.needed_by)
+    readers = [save.reader for each in group for save in each.saves if save.reader is not None]
+    if len(group) > 1:
+        readers = [(node, generalized(module)) for node, module in readers]
+    needed_by = (f"{node} in {module}" if module else node for node, module in readers)
     return SavedActivation(
         shape=first.shape,
         dtype=first.dtype,

@@ -83,14 +83,13 @@ class SiteFinder:
         place = OpSite(op, behind.module if module is None else module, phase, line or behind.line)
         return place, behind.note if phase == "backward" else None
 
-    def needed_by(self) -> str:
-        """The node that asks for a saved tensor now, with the module of its forward."""
+    def reader(self) -> tuple[str, str]:
+        """The node that asks for a saved tensor now, and the module of its forward."""
         node = current_node()
         if node is None:
-            return "the step itself"
-        name = node.name().removesuffix("0")
+            return "the step itself", ""
         behind = self._behind(node)
-        return f"{name} in {behind.module}" if behind is not None and behind.module else name
+        return node.name().removesuffix("0"), "" if behind is None else behind.module
 
     def _behind(self, node: Any) -> _Forward | None:
         """The place of the forward op whose node runs."""
