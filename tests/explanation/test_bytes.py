@@ -1,6 +1,7 @@
 """Bytes of explanations are those of the planner's meter, each of them once."""
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def metered_peak(step: TrainingStep) -> int:
 
 
 def recorded_peak(step: TrainingStep) -> int:
-    return walk(record_step(step)).peak
+    return walk(record_step(step, torch.device("cpu"))).peak
 
 
 @every_case
@@ -61,17 +62,25 @@ def test_the_peak_on_fake_tensors_is_that_of_the_meter(
             assert recorded_peak(step) == peak > 0
 
 
-@every_case
-def test_the_peak_without_memory_is_the_one_with(case: Callable[[], Case]) -> None:
+@cache
+def explained(case: Callable[[], Case]) -> tuple[rekindle.Explanation, int]:
+    """A case explained without memory, with the peak of its step by the meter."""
     model, batch = case()
     step = TrainingStep(model, batch)
     with repeatable(step):
         peak = metered_peak(step)
-    found = rekindle.explain(model, batch, device="meta", like="cpu")
+    return rekindle.explain(model, batch, device="meta", like="cpu"), peak
+
+
+@every_case
+@pytest.mark.usefixtures("few_sets")
+def test_the_peak_without_memory_is_the_one_with(case: Callable[[], Case]) -> None:
+    found, peak = explained(case)
     assert found.source == "fake tensors"
     assert found.peak - found.static_bytes == peak
 
 
+@pytest.mark.usefixtures("few_sets")
 def test_what_is_there_all_the_time_is_counted_by_kind() -> None:
     model, batch = tied()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -85,8 +94,9 @@ def test_what_is_there_all_the_time_is_counted_by_kind() -> None:
     assert found.static_bytes == 4 * parameters + batch.nbytes
 
 
+@pytest.mark.usefixtures("few_sets")
 def test_a_weight_that_two_modules_share_counts_for_the_first() -> None:
-    found = rekindle.explain(*tied(), device="meta", like="cpu")
+    found, _ = explained(tied)
     own = {
         each.name: dict(zip(found.kind_names, each.kinds, strict=True)) for each in found.modules
     }
@@ -95,8 +105,9 @@ def test_a_weight_that_two_modules_share_counts_for_the_first() -> None:
 
 
 @every_case
+@pytest.mark.usefixtures("few_sets")
 def test_shares_add_up_to_the_peak(case: Callable[[], Case]) -> None:
-    found = rekindle.explain(*case(), device="meta", like="cpu")
+    found, _ = explained(case)
     whole, *inner = found.modules
     assert whole.name == ""
     assert whole.at_peak == whole.highest == found.peak
@@ -122,6 +133,7 @@ class Known(nn.Module):
         return self.linear(x).tanh()
 
 
+@pytest.mark.usefixtures("few_sets")
 def test_bytes_are_those_counted_by_hand() -> None:
     """Each layer saves the result of its `tanh`, which its successor's weight needs, too."""
     model, x = nn.Sequential(Known(), Known()), torch.randn(64, DIM)
@@ -138,8 +150,9 @@ def test_bytes_are_those_counted_by_hand() -> None:
     assert found.source == "device"
 
 
+@pytest.mark.usefixtures("few_sets")
 def test_the_largest_module_is_the_one_that_made_most() -> None:
-    found = rekindle.explain(*gpt(), device="meta", like="cpu")
+    found, _ = explained(gpt)
     blocks = [each for each in found.modules if each.name in ("blocks.0", "blocks.1", "blocks.2")]
     activations = found.kind_names.index("activations")
     assert len({each.kinds[activations] for each in blocks}) == 1

@@ -34,8 +34,8 @@ def explain(
     It ends as it was.
 
     With `device="meta"` nothing is allocated and no device is needed. Without it, the step runs on
-    the model's own device; if it does not fit, it is recorded on fake tensors. A plan that is
-    applied to the model is off meanwhile: the account is of the step without it.
+    the model's own device; if it does not fit, it is recorded on fake tensors. Plans and
+    strategies that are applied to the model are off meanwhile: the account is of the step without.
 
     >>> import torch, rekindle
     >>> with torch.device("meta"):

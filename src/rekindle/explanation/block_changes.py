@@ -89,12 +89,12 @@ class _Choices:
         yield self._change(name, self._fit_to(self._predict(best).peak), best, largest.describe())
 
     def plan(self) -> Iterator[Change]:
-        """Yield a plan for the memory of the device; or for half of the activations, if all fits.
+        """Yield a plan for the memory of the device; if all fits, for half of what can be saved.
 
         Where no plan fits the device, that is a change that does not help.
         """
-        static = self._profile.static_bytes
-        half = static + (self._plain.peak - static) // 2
+        least = self._predict(self._recomputing(len(self._profile.order))).peak
+        half = (least + self._plain.peak + 1) // 2
         for limit in dict.fromkeys((self._limit or half, half)):
             name = f"a plan for {format_bytes(limit)}"
             try:

@@ -138,12 +138,13 @@ def _recorded_on(request: Request, device: torch.device, recompute: bool = False
     step = TrainingStep(request.model, request.batch, request.loss)
     static = _static(request, step, device)
     with repeatable(step), ExitStack() as stack:
+        undo(step.model)  # strategies that were applied by hand; they come back at the end
         if recompute:
             paths = (path for path, _ in request.profile.order)
             strategies = in_places(step.model, dict.fromkeys(paths, "recompute"))
             apply_strategies(step.model, strategies)
             stack.callback(undo, step.model)
-        record = record_step(step)
+        record = record_step(step, device)
     return _Recorded("recompute" if recompute else "device", record, static)
 
 
@@ -161,7 +162,8 @@ def _recorded_on_fakes(request: Request) -> _Recorded:
         step = TrainingStep(request.model, batch, request.loss)
         static = _static(request, step, CPU)
         stack.enter_context(repeatable(step))
-        record = record_step(step, now)
+        undo(step.model)
+        record = record_step(step, CPU, now)
     return _Recorded("fake tensors", record, static)
 
 

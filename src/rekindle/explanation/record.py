@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from rekindle.explanation.sites import OpSite, SiteFinder
 from rekindle.offload.saved_tensors import KeptTensor, unpack
 from rekindle.planner.instruments.memory_meter import LiveBytes, storages_of
+from rekindle.planner.placement import is_on
 from rekindle.planner.training_step import TrainingStep
 from rekindle.torch_private.dispatch_modes import (
     ASKS_DEVICE,
@@ -86,10 +87,15 @@ class StepRecord:
         return (event.storage for event in self.events if not event.is_freed)
 
 
-def record_step(step: TrainingStep, seconds: Callable[[], float] | None = None) -> StepRecord:
-    """Run a step as it is, and record it. `seconds` tells the time, where ops are timed."""
+def record_step(
+    step: TrainingStep, device: torch.device, seconds: Callable[[], float] | None = None
+) -> StepRecord:
+    """Run a step as it is, and record what it makes on a device.
+
+    `seconds` tells the time, where ops are timed.
+    """
     torch.clear_autocast_cache()  # so that casts count which an autocast around all this holds
-    recorder = _Recorder(step, seconds)
+    recorder = _Recorder(step, device, seconds)
     live = LiveBytes(step.existing_tensors(), watcher=recorder)
     with recorder.saved_tensors(), live, recorder:
         step()
@@ -118,10 +124,13 @@ class _Recorder(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, step: TrainingStep, seconds: Callable[[], float] | None) -> None:
+    def __init__(
+        self, step: TrainingStep, device: torch.device, seconds: Callable[[], float] | None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = StepRecord()
         self._step = step
+        self._device = device
         self._seconds = seconds
         self._finder = SiteFinder(step)
         self._site = OpSite("", "", "forward", None)
@@ -192,6 +201,8 @@ class _Recorder(TorchDispatchMode):
             if storage.dtype:
                 continue
             storage.shape, storage.dtype = tuple(tensor.shape), _short(tensor.dtype)
+            if not is_on(tensor, self._device):
+                storage.nbytes = 0  # such as a copy in host memory
             source = behind if behind is not None else read
             if getattr(func, "overloadpacket", func) not in flop_registry:
                 storage.made_from = read.storages
