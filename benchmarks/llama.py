@@ -21,10 +21,20 @@ class LlamaShape(Shape):
     """The sizes of a decoder with a head."""
 
     vocabulary: int
+    tied: bool = True
+    """True if the head has the embedding's weight."""
 
 
 LLAMA = LlamaShape("llama", 2048, 8192, 32, 8, layers=16, batch=2, tokens=4096, vocabulary=128256)
 """As Llama 3.2 1B."""
+LLAMA_8B = LlamaShape(
+    "8b", 4096, 14336, 32, 8, layers=32, batch=1, tokens=8192, vocabulary=128256, tied=False
+)
+"""As Llama 3 8B."""
+LLAMA_70B = LlamaShape(
+    "70b", 8192, 28672, 64, 8, layers=80, batch=1, tokens=8192, vocabulary=128256, tied=False
+)
+"""As Llama 3 70B."""
 TINY_LLAMA = LlamaShape("tiny llama", 32, 64, 4, 2, layers=6, batch=2, tokens=32, vocabulary=64)
 """For smoke tests on a CPU."""
 
@@ -46,7 +56,7 @@ class Llama(nn.Module):
             num_key_value_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             max_position_embeddings=shape.tokens,
-            tie_word_embeddings=True,
+            tie_word_embeddings=shape.tied,
             use_cache=False,
             attn_implementation="sdpa",
         )

@@ -70,6 +70,17 @@ def test_planning_is_measured_by_the_number_of_layers() -> None:
     assert min(found.step_seconds, found.profile_seconds, found.solve_seconds) > 0
 
 
+def test_explanations_are_measured_without_memory() -> None:
+    pytest.importorskip("scipy")
+    pytest.importorskip("transformers")
+    from benchmarks.explain import measure  # noqa: PLC0415
+    from benchmarks.llama import TINY_LLAMA  # noqa: PLC0415
+
+    found = measure(TINY_LLAMA)
+    assert found.shape == "tiny llama"
+    assert min(found.seconds, found.host_gib, found.peak_gib, found.json_kib) > 0
+
+
 class _Count(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
