@@ -35,5 +35,4 @@ def test_copies_in_host_memory_are_not_counted() -> None:
 
     x = torch.randn(256, 64, device="cuda")
     found = rekindle.explain(OnHost().cuda(), x)
-    saved_at_once = 2 * x.nbytes
-    assert found.kinds[found.kind_names.index("activations")].highest < saved_at_once
+    assert found.kinds[found.kind_names.index("activations")].highest == 4  # the loss

@@ -1,4 +1,4 @@
-"""Profiling needs no scipy; planning says that it does."""
+"""Profiles and explanations need no scipy; planning says that it does."""
 
 import subprocess
 import sys
@@ -26,6 +26,11 @@ profile = rekindle.profile(model, x, loss=loss)
 fake = rekindle.profile(model, x, loss=loss, device="meta", like="H100")
 for found in (profile, fake):
     assert len(found.blocks[0].candidates) > 2, found
+
+explained = rekindle.explain(model, x, loss=loss, device="meta", like="H100")
+names = [change.name for change in (*explained.changes, *explained.others, *explained.unhelpful)]
+assert "recompute every block" in names, names
+assert not any("plan" in name for name in names), names
 
 for call in (lambda: rekindle.solve(profile, "60%"), lambda: rekindle.fit(model, x, "60%")):
     try:
