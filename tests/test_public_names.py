@@ -11,10 +11,12 @@ import torch.utils.checkpoint as torch_module
 from torch import Tensor
 
 import rekindle
+from rekindle._api import on_first_use
 from rekindle.compat import checkpoint as compat
 from rekindle.compile import hand_over
 
-SOURCE = Path(rekindle.__file__).parent
+ROOT_FILE = Path(rekindle.__file__)
+SOURCE = ROOT_FILE.parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 PRIVATE = [
     "_CachedTorchDispatchMode",
@@ -55,8 +57,27 @@ def test_the_names_of_rekindle_are_what_it_exports() -> None:
         name
         for name, value in vars(rekindle).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
-    }
-    assert exported | {"policies", "strategy"} == set(rekindle.__all__)
+    } - {"TYPE_CHECKING", "import_module"}
+    assert exported | {"policies", "strategy"} | set(on_first_use.__all__) == set(rekindle.__all__)
+
+
+def test_names_for_first_use_are_those_that_type_checkers_read() -> None:
+    branches = [node for node in ast.parse(ROOT_FILE.read_text()).body if isinstance(node, ast.If)]
+    imports = [node for branch in branches for node in branch.body]
+    read = [each for each in imports if isinstance(each, ast.ImportFrom)]
+    assert [each.module for each in read] == [on_first_use.__name__]
+    assert [alias.name for alias in read[0].names] == on_first_use.__all__
+
+
+def test_a_name_is_the_same_object_at_its_first_use_and_later() -> None:
+    vars(rekindle).pop("Plan", None)
+    first = rekindle.Plan
+    assert first is rekindle.Plan is on_first_use.Plan
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'rekindle' has no attribute 'plam'"):
+        getattr(rekindle, "plam")  # noqa: B009 (mypy refuses it as an attribute, which is right)
 
 
 def test_dir_shows_the_public_names_and_no_module_but_two_of_values() -> None:

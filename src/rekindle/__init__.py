@@ -11,15 +11,14 @@ Every other module is private, whether or not its name begins with an underscore
 change from one version to the next.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from rekindle import policies, strategy
-from rekindle._api.apply import apply, remove
 from rekindle._api.checkpoint import checkpoint, checkpoint_sequential
-from rekindle._api.explaining import explain
-from rekindle._api.planning import Point, fit, frontier, profile, solve
 from rekindle._api.selective import create_selective_checkpoint_contexts, name
 from rekindle.compat.patch import patch_torch
 from rekindle.errors import CheckpointError, OffloadError, RekindleError
-from rekindle.explanation.types import Explanation
 from rekindle.modules.applied import Applied
 from rekindle.modules.wrappers import (
     ActivationWrapper,
@@ -32,11 +31,6 @@ from rekindle.modules.wrappers import (
 from rekindle.modules.wrapping import apply_activation_checkpointing
 from rekindle.observation import Counts, Observation, Traffic, observe
 from rekindle.offload.context import Offload, offload
-from rekindle.planner.devices import Device
-from rekindle.planner.plan import Plan
-from rekindle.planner.plan_for_budget import BudgetError
-from rekindle.planner.runtime import plan_of
-from rekindle.planner.types import Profile
 from rekindle.regions.recompute.exec_groups import GraphExecGroup
 from rekindle.regions.recompute.reentrant import (
     CheckpointFunction,
@@ -59,6 +53,24 @@ from rekindle.torch_private.torch_checkpoint import (
     CheckpointPolicy,
     noop_context_fn,
 )
+
+if TYPE_CHECKING:  # else imported by `__getattr__`, when first used
+    from rekindle._api.on_first_use import (
+        BudgetError,
+        Device,
+        Explanation,
+        Plan,
+        Point,
+        Profile,
+        apply,
+        explain,
+        fit,
+        frontier,
+        plan_of,
+        profile,
+        remove,
+        solve,
+    )
 
 __all__ = [
     "SAC_IGNORED_OPS",
@@ -118,3 +130,13 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that this finds
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'rekindle' has no attribute {name!r}")
+        value = getattr(import_module("rekindle._api.on_first_use"), name)
+        globals()[name] = value
+        return value
