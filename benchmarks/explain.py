@@ -48,7 +48,7 @@ def measure(shape: LlamaShape) -> Explaining:
     unit = 2**30 if sys.platform == "darwin" else 2**20
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     print(f"\n{shape.name}: {text}", flush=True)
-    size = len(str(found.as_dict())) / 2**10
+    size = len(str(found.as_json())) / 2**10
     return Explaining(shape.name, round(seconds, 2), round(host, 2), found.peak / 2**30, size)
 
 

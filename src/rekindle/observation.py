@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rekindle.sizes import format_bytes, format_count
 from rekindle.torch_private.dispatch_modes import TorchDispatchMode, is_traced, reads_metadata
 from rekindle.torch_private.module_calls import MODULE_CALL_METHODS
 
@@ -35,6 +36,9 @@ class Counts:
     activations_dropped: int = 0
     """Tensors that autograd would have held and the regions let go."""
     bytes_dropped: int = 0
+
+    def __repr__(self) -> str:
+        return _repr_of_counts(self)
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -61,6 +65,9 @@ class Traffic:
     pool_bytes: int = 0
     """Most bytes of the tier that were reserved."""
     _waits: list[Callable[[], float]] = field(default_factory=list, repr=False)
+
+    def __repr__(self) -> str:
+        return _repr_of_counts(self)
 
     @property
     def seconds_waited(self) -> float:
@@ -106,6 +113,29 @@ class Observation:
 
     def __str__(self) -> str:
         return format_observation(self)
+
+    def __repr__(self) -> str:
+        total = self.total
+        parts = [
+            format_count(len(self.regions), "region"),
+            format_count(total.forwards, "forward"),
+            format_count(total.replays, "replay"),
+        ]
+        for word, nbytes in (
+            ("held", total.bytes_held),
+            ("dropped", total.bytes_dropped),
+            ("offloaded", self.offload.bytes_out),
+            ("spilled", self.spill.bytes_out),
+        ):
+            parts += [f"{format_bytes(nbytes)} {word}"] if nbytes else []
+        return f"<Observation: {', '.join(parts)}>"
+
+
+def _repr_of_counts(value: Counts | Traffic) -> str:
+    """The code of a value with the counts that are not 0."""
+    shown = [(f.name, getattr(value, f.name)) for f in fields(value) if f.repr]
+    given = ", ".join(f"{name}={count}" for name, count in shown if count)
+    return f"{type(value).__name__}({given})"
 
 
 def format_observation(seen: Observation) -> str:

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them."""
+"""Sizes in bytes, and counts, as people write them."""
 
 import re
 from fractions import Fraction
@@ -48,3 +48,12 @@ def format_bytes(count: float) -> str:
             return f"{count:.1f} {unit}".replace(".0 ", " ")
         count /= 1024
     return f"{count:.1f} TiB".replace(".0 ", " ")
+
+
+def format_count(count: int, word: str) -> str:
+    """A number of things for people.
+
+    >>> format_count(1, "plan"), format_count(3, "plan")
+    ('1 plan', '3 plans')
+    """
+    return f"{count} {word}{'' if count == 1 else 's'}"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle.explanation import explain_model
+from rekindle.sizes import format_bytes
 from tests.explanation.models import DIM, dropped, gpt, tied
 from tests.planner.cases import unchanged
 from tests.toys import Stack
@@ -36,7 +37,7 @@ def test_the_text_names_the_peak_and_has_every_table(explained: rekindle.Explana
 
 
 def test_its_repr_is_short(explained: rekindle.Explanation) -> None:
-    assert repr(explained) == f"<Explanation of Gpt on H100: peak {explained.peak} bytes>"
+    assert repr(explained) == f"<Explanation of Gpt on H100: peak {format_bytes(explained.peak)}>"
 
 
 class Tags(HTMLParser):
@@ -75,7 +76,7 @@ def test_a_file_gives_back_the_explanation(explained: rekindle.Explanation, tmp_
 
 
 def test_plain_values_are_json_and_have_all_fields(explained: rekindle.Explanation) -> None:
-    values = explained.as_dict()
+    values = explained.as_json()
     assert json.loads(json.dumps(values)) == values
     assert values["timeline"][0].keys() >= {"event", "seconds", "phase", "module", "kinds"}
     assert len(values["kind_names"]) == len(values["timeline"][0]["kinds"])

@@ -7,7 +7,7 @@ import pytest
 
 import rekindle  # noqa: F401  (for its path)
 
-CORE = ["types", "plan", "json_files", "keep_sets", "candidates", "timeline"]
+CORE = ["types", "plan", "frontier", "json_files", "keep_sets", "candidates", "timeline"]
 HEAD = """
 import sys, types
 for name in {missing!r}:

@@ -6,9 +6,10 @@ A program that trains with `rekindle.checkpoint` or `rekindle.offload` alone imp
 
 from rekindle._api.apply import apply, remove
 from rekindle._api.explaining import explain
-from rekindle._api.planning import Point, fit, frontier, profile, solve
+from rekindle._api.planning import fit, frontier, profile, solve
 from rekindle.explanation.types import Explanation
 from rekindle.planner.devices import Device
+from rekindle.planner.frontier import Frontier, Point
 from rekindle.planner.plan import Plan
 from rekindle.planner.plan_for_budget import BudgetError
 from rekindle.planner.runtime import plan_of
@@ -18,6 +19,7 @@ __all__ = [
     "BudgetError",
     "Device",
     "Explanation",
+    "Frontier",
     "Plan",
     "Point",
     "Profile",

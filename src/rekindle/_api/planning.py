@@ -1,7 +1,7 @@
 """`profile`, `solve`, `frontier` and `fit`."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -21,6 +21,7 @@ from rekindle.modules.blocks import Named, named_blocks
 from rekindle.planner import fit as fit_model
 from rekindle.planner.fake_profile import Like, fake_profile
 from rekindle.planner.fit_request import FitRequest, VerifyLevel
+from rekindle.planner.frontier import Frontier, Point
 from rekindle.planner.loss import checked_loss, warn_without_loss
 from rekindle.planner.measure.static_memory import optimizer_bytes, static_bytes
 from rekindle.planner.placement import compute_device
@@ -44,7 +45,7 @@ from rekindle.planner.ranks.rank_sync import (
 from rekindle.planner.ranks.worst_case import shape_of_profile, worst_case
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Nearby, Profile
-from rekindle.report import text  # noqa: F401 (plans and profiles print by it)
+from rekindle.report import frontier_text, text  # noqa: F401 (values print by them)
 from rekindle.sizes import parse_bytes
 
 
@@ -190,19 +191,12 @@ def _worst_profile(profile: Any, call: str) -> Profile:
     return worst_case(profiles, profile)
 
 
-@dataclass(frozen=True)
-class Point:
-    """One point of a frontier: the peak and the time of a step under a plan."""
-
-    peak: int
-    seconds: float
-    plan: Plan
-
-
 def frontier(
     profile: Profile, points: int = 8, *, progress: bool | None = None, group: Any = None
-) -> list[Point]:
+) -> Frontier:
     """Return plans from the plain peak down to the smallest that works: time against memory.
+
+    The value is a sequence of points, prints as a table, and plots itself.
 
     Args:
         profile: what `profile` measured.
@@ -219,7 +213,7 @@ def frontier(
             return _frontier(profile, points)
 
 
-def _frontier(profile: Profile, points: int) -> list[Point]:
+def _frontier(profile: Profile, points: int) -> Frontier:
     from rekindle.planner.solve import solver  # noqa: PLC0415
 
     report_progress("smallest peak")
@@ -237,10 +231,12 @@ def _frontier(profile: Profile, points: int) -> list[Point]:
         if all(point.seconds <= less.seconds for less in found[i + 1 :])
     ]
     near = [None, *(Nearby(point.peak, point.seconds) for point in found), None]
-    return [
-        replace(point, plan=replace(point.plan, more=more, less=less))
-        for point, more, less in zip(found, near, near[2:], strict=False)
-    ]
+    return Frontier(
+        tuple(
+            replace(point, plan=replace(point.plan, more=more, less=less))
+            for point, more, less in zip(found, near, near[2:], strict=False)
+        )
+    )
 
 
 def fit(

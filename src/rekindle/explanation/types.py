@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from rekindle.planner import json_files, json_schema
+from rekindle.planner import json_files
 from rekindle.planner.as_html import as_html
 from rekindle.planner.as_text import as_text
 from rekindle.planner.json_schema import Difference, Inconsistency
-from rekindle.planner.types import LossSource
+from rekindle.planner.types import LossSource, Scalar, known_scalars
+from rekindle.sizes import format_bytes
 
 Phase: TypeAlias = Literal["forward", "backward", "replay"]
 """The part of a step in which an op runs; a replay is a forward that runs again in the backward."""
@@ -184,10 +185,22 @@ class Explanation:
         if sum(each.at_peak for each in self.kinds) != self.peak:
             yield "kinds", "should add up to the peak"
 
-    def as_dict(self) -> dict[str, Any]:
-        """The explanation as plain values: what the file has, and what a page needs."""
-        values: dict[str, Any] = json_schema.encode(self)
-        return values
+    def as_dict(self) -> dict[str, Scalar]:
+        """The explanation's figures as a flat dict of numbers and words, for logs.
+
+        `activations_at_peak` and the like are bytes by kind; `best_change` is the most useful one.
+        What is not known is left out.
+        """
+        names = ("model", "device", "batch", "loss", "source", "peak", "peak_at", "static_bytes")
+        values = {name: getattr(self, name) for name in (*names, "device_bytes", "fits", "seconds")}
+        values |= {f"{kind.name}_at_peak": kind.at_peak for kind in self.kinds}
+        for change in self.changes[:1]:
+            values |= {"best_change": change.name, "best_change_saved": change.saved}
+        return known_scalars(values)
+
+    def as_json(self) -> dict[str, Any]:
+        """The explanation as plain values: all that its file has, and what a page needs."""
+        return json_files.as_json(self, "explanation")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the explanation as JSON."""
@@ -202,7 +215,7 @@ class Explanation:
         return as_text(self)
 
     def __repr__(self) -> str:
-        return f"<Explanation of {self.model} on {self.device}: peak {self.peak} bytes>"
+        return f"<Explanation of {self.model} on {self.device}: peak {format_bytes(self.peak)}>"
 
     def _repr_html_(self) -> str:
         return as_html(self)

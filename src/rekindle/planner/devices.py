@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from rekindle.regions.selective.op_kinds import OpKind, kind_of
+from rekindle.sizes import format_bytes
 from rekindle.torch_private.dispatch_modes import ASKS_DEVICE, TorchDispatchMode
 from rekindle.torch_private.op_types import packet_short_name, schema_of
 from rekindle.torch_private.pytrees import tree_leaves
@@ -53,6 +54,10 @@ class Device:
     launch: float = 4e-6
     """Seconds of a launch: an op takes no less."""
     efficiency: Efficiency = Efficiency()
+
+    def __repr__(self) -> str:
+        memory = f"{format_bytes(self.memory_bytes)} at {self.memory / _G:.0f} GB/s"
+        return f"<Device {self.name}: {self.half / _T:.0f} TFLOP/s in bfloat16, {memory}>"
 
     @property
     def bytes_per_second(self) -> float:

@@ -1,4 +1,4 @@
-"""Plans and profiles as JSON files: a schema and a version, no code; older versions are read."""
+"""The values of the planner as JSON files: schema, version, no code; older versions are read."""
 
 import json
 import os
@@ -15,8 +15,12 @@ _Value = TypeVar("_Value")
 
 def save(value: Any, what: str, path: str | os.PathLike[str]) -> None:
     """Write a dataclass; the name `what` of its kind makes the schema."""
-    values = {"schema": f"rekindle {what}", "version": _VERSION, **json_schema.encode(value)}
-    Path(path).write_text(json.dumps(values, indent=1), encoding="utf-8")
+    Path(path).write_text(json.dumps(as_json(value, what), indent=1), encoding="utf-8")
+
+
+def as_json(value: Any, what: str) -> dict[str, Any]:
+    """The plain values of the file that `save` writes."""
+    return {"schema": f"rekindle {what}", "version": _VERSION, **json_schema.encode(value)}
 
 
 def load(kind: type[_Value], what: str, path: str | os.PathLike[str]) -> _Value:

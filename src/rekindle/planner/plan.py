@@ -1,13 +1,16 @@
 """A plan: one candidate for each block, as a value. Saved as JSON, with no code in it."""
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rekindle.planner import json_files
 from rekindle.planner.as_text import as_text
 from rekindle.planner.json_schema import Inconsistency
-from rekindle.planner.types import Candidate, Nearby, repeated_paths
+from rekindle.planner.types import Candidate, Nearby, Scalar, known_scalars, repeated_paths
+from rekindle.sizes import format_bytes
 from rekindle.strategy import Keep
 
 
@@ -83,6 +86,38 @@ class Plan:
         plain = min(self.plain_time, seconds)
         return replace(self, measured_peak=peak, measured_time=seconds, plain_time=plain)
 
+    @property
+    def slowdown(self) -> float:
+        """The predicted time as a multiple of that of a step without a plan; never below 1."""
+        return max(self.predicted_time / self.plain_time, 1.0) if self.plain_time else 1.0
+
+    def count_blocks(self) -> dict[str, int]:
+        """The number of blocks by what they do, such as `{"keep": 8, "keep+recompute": 4}`."""
+        counts = Counter("+".join(candidate.words) for _, _, candidate in self.blocks)
+        return dict(sorted(counts.items()))
+
+    def as_dict(self) -> dict[str, Scalar]:
+        """The plan's figures as a flat dict of numbers and words, for logs such as wandb's.
+
+        Names are those of fields and properties: bytes, and seconds a step. `blocks_keep` is the
+        number of blocks that keep some activations, and so on; `bytes_moved` is what all offload or
+        spill. Unknown figures, such as `measured_peak` where nothing was measured, are left out.
+        """
+        counts = dict.fromkeys(("keep", "recompute", "offload", "spill"), 0)
+        counts.update(Counter(word for _, _, each in self.blocks for word in each.words))
+        return known_scalars(
+            {
+                **{name: getattr(self, name) for name in _LOGGED},
+                "blocks": len(self.blocks),
+                **{f"blocks_{word}": count for word, count in counts.items()},
+                "bytes_moved": sum(candidate.bytes_moved for _, _, candidate in self.blocks),
+            }
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as plain values: all that its file has."""
+        return json_files.as_json(self, "plan")
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""
         json_files.save(self, "plan", path)
@@ -94,3 +129,34 @@ class Plan:
 
     def __str__(self) -> str:
         return as_text(self)
+
+    def __repr__(self) -> str:
+        peak = f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}"
+        blocks = format_counts(self.count_blocks())
+        return f"<Plan for {self.model}: {peak}, {self.slowdown:.2f}x the time; {blocks}>"
+
+
+_LOGGED = (
+    "model",
+    "device",
+    "batch",
+    "budget",
+    "predicted_peak",
+    "predicted_time",
+    "plain_peak",
+    "plain_time",
+    "slowdown",
+    "measured_peak",
+    "measured_time",
+    "planning_peak",
+    "gap",
+    "peak_at",
+    "keeps_all",
+    "verified",
+)
+"""Fields and properties of a plan that logs take."""
+
+
+def format_counts(counts: Mapping[str, int]) -> str:
+    """Counts of blocks for people: `8 keep, 4 recompute`."""
+    return ", ".join(f"{count} {words}" for words, count in counts.items())

@@ -10,14 +10,15 @@ A `Plan` has a file of its own, `plan.py`. Nothing here imports torch.
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rekindle.modules.patterns import generalized
 from rekindle.planner import json_files
 from rekindle.planner.as_text import as_text
 from rekindle.planner.json_schema import Difference, Inconsistency
+from rekindle.sizes import format_bytes, format_count
 from rekindle.strategy import (
     WORD_OF_TIER,
     Keep,
@@ -34,6 +35,15 @@ from rekindle.strategy import (
 LossSource: TypeAlias = Literal["model", "given", "none"]
 """Where a step's loss comes from: the model, or the function that is the step, returns it; it was
 given as `loss=`; or there is none, and the sum of the outputs stands for it."""
+
+
+Scalar: TypeAlias = str | int | float | bool
+"""A value that every logger takes as a config entry or a metric."""
+
+
+def known_scalars(values: Mapping[str, Scalar | None]) -> dict[str, Scalar]:
+    """The entries whose value is known: loggers of hyperparameters refuse None."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class BlockKey(NamedTuple):
@@ -231,6 +241,21 @@ class Candidate:
         moving = _moving_part(self.strategy)
         return moving.tier if moving is not None and moving.offloaded else None
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words for what is done with activations: keep, recompute, offload, spill."""
+        match self.strategy:
+            case Keep():
+                return ("keep",)
+            case Selective(policy=PlannedOps(kept=kept) | NumberedOps(kept=kept)):
+                found = ["keep"] if kept else []
+                found.append("recompute")
+            case SavedIndices(recomputed=recomputed, modules=modules):
+                found = ["keep", "recompute"] if recomputed or modules else ["keep"]
+            case _:
+                found = ["recompute"]
+        return (*found, WORD_OF_TIER[self.tier]) if self.tier is not None else tuple(found)
+
     def describe(self) -> str:
         """The strategy in a few words, such as `keep 2 results (mm x2), recompute the rest`."""
         parts = []
@@ -255,6 +280,10 @@ class Candidate:
             results = _format_results(len(moving.offloaded), self.offloaded_names)
             parts.append(f"{WORD_OF_TIER[moving.tier]} {results}")
         return ", ".join([*parts, f"{rest} the rest" if parts else f"{rest} all"])
+
+    def __repr__(self) -> str:
+        held = f"{format_bytes(self.bytes_held)} held"
+        return f"<Candidate: {self.describe()}: {held}, {self.seconds * 1e3:.2f} ms>"
 
     def inconsistencies(self) -> Iterator[Inconsistency]:
         """Places where fields of the right types contradict each other, with what is wrong."""
@@ -317,6 +346,9 @@ class BlockProfile:
     ops: str = ""
     """A digest of the ops that it runs, which tells blocks with one signature apart; "" in older
     files."""
+
+    def __repr__(self) -> str:
+        return f"<BlockProfile of {self.kind}: {format_count(len(self.candidates), 'candidate')}>"
 
     def inconsistencies(self) -> Iterator[Inconsistency]:
         """Places where fields of the right types contradict each other, with what is wrong."""
@@ -411,6 +443,23 @@ class Profile:
                 if candidate.bytes_moved and not self.bytes_per_second:
                     yield f"blocks[{i}].candidates[{j}].bytes_moved", "cannot be: there is no link"
 
+    def as_dict(self) -> dict[str, Scalar]:
+        """The profile's figures as a flat dict of numbers and words, for logs.
+
+        Names are those of fields; `blocks` and `candidates` are counts. Unknown figures are left
+        out.
+        """
+        counts = {
+            "blocks": len(self.order),
+            "distinct_blocks": len(self.blocks),
+            "candidates": sum(len(block.candidates) for block in self.blocks),
+        }
+        return known_scalars({**{name: getattr(self, name) for name in _LOGGED}, **counts})
+
+    def as_json(self) -> dict[str, Any]:
+        """The profile as plain values: all that its file has."""
+        return json_files.as_json(self, "profile")
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON."""
         json_files.save(self, "profile", path)
@@ -422,6 +471,28 @@ class Profile:
 
     def __str__(self) -> str:
         return as_text(self)
+
+    def __repr__(self) -> str:
+        counts = f"{format_count(len(self.order), 'block')}, {len(self.blocks)} distinct"
+        return f"<Profile of {self.model} on {self.device}: {counts}>"
+
+
+_LOGGED = (
+    "model",
+    "device",
+    "batch",
+    "loss",
+    "static_bytes",
+    "before_bytes",
+    "rest_peak",
+    "rest_seconds",
+    "bytes_per_second",
+    "recompute_peak",
+    "recompute_seconds",
+    "planning_peak",
+    "tier_bytes",
+)
+"""Fields of a profile that logs take."""
 
 
 def repeated_paths(unused: tuple[str, ...], used: Iterable[str]) -> Iterator[Inconsistency]:

@@ -25,7 +25,6 @@ def format_profile(profile: Profile) -> str:
 @as_text.register
 def format_plan(plan: Plan) -> str:
     """The text of a plan: its peak and time, and the strategy of each group of blocks."""
-    time = max(plan.predicted_time / plan.plain_time, 1.0) if plan.plain_time else 1.0
     title = f"Plan for {plan.model} within {format_bytes(plan.budget)}"
     peak = f"  predicted peak  {format_bytes(plan.predicted_peak)} in {plan.peak_at}"
     seconds = f"  predicted time  {plan.predicted_time * 1e3:.1f} ms a step"
@@ -33,7 +32,7 @@ def format_plan(plan: Plan) -> str:
         lines = [f"{title}: fits as it is", peak, seconds]
     else:
         plain = f"(without a plan {format_bytes(plan.plain_peak)})"
-        lines = [title, f"{peak} {plain}", f"{seconds} ({time:.2f}x without a plan)"]
+        lines = [title, f"{peak} {plain}", f"{seconds} ({plan.slowdown:.2f}x without a plan)"]
     if plan.measured_peak is not None and plan.measured_time is not None:
         lines.append(
             f"  measured        {format_bytes(plan.measured_peak)}, "
