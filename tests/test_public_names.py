@@ -81,7 +81,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 
 def test_dir_shows_the_public_names_and_no_module_but_two_of_values() -> None:
-    assert dir(rekindle) == sorted(rekindle.__all__)
+    assert dir(rekindle) == sorted([*rekindle.__all__, "__version__"])
     modules = [name for name in dir(rekindle) if isinstance(getattr(rekindle, name), ModuleType)]
     assert modules == ["policies", "strategy"]
 

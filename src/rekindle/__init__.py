@@ -73,6 +73,8 @@ if TYPE_CHECKING:  # else imported by `__getattr__`, when first used
         solve,
     )
 
+__version__ = "0.1.0.dev0"  # the one place that says it
+
 __all__ = [
     "SAC_IGNORED_OPS",
     "ActivationWrapper",
@@ -131,7 +133,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "__version__"])
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for one that this finds

@@ -112,5 +112,5 @@ def need_scipy() -> None:
     """Raise an `ImportError` that says what to install, without scipy."""
     if find_spec("scipy") is None:
         raise ImportError(
-            "rekindle plans with HiGHS, which comes with scipy: pip install 'rekindle[budget]'"
+            "A plan needs scipy (its HiGHS), which is not installed: pip install scipy"
         )
