@@ -44,6 +44,15 @@ def ops(results: dict[str, Any]) -> str:
     return table(heads, rows)
 
 
+def imports(results: dict[str, Any]) -> str:
+    """Milliseconds of an import on top of torch's, and the modules it loads."""
+    rows = [
+        [f"`{r['statement']}`", f"{r['milliseconds']:.0f}", str(r["modules"])]
+        for r in results["results"]
+    ]
+    return table(["on top of `import torch`", "ms of CPU time", "modules"], rows)
+
+
 def recompute(results: dict[str, Any], only: Sequence[str] | None = None) -> str:
     """Time and activation peak of a whole decoder, times plain eager's."""
     shapes = list(dict.fromkeys(r["shape"] for r in results["results"]))
@@ -246,6 +255,7 @@ def pages() -> dict[Path, list[str]]:
     """What stands between the comments of each page, in their order."""
     host = json.loads((RESULTS / "overhead-cpu.json").read_text())
     each_op = json.loads((RESULTS / "ops-cpu.json").read_text())
+    imported = json.loads((RESULTS / "imports-cpu.json").read_text())
     gpu = json.loads((RESULTS / "recompute-h200.json").read_text())
     moved = json.loads((RESULTS / "offload-h200.json").read_text())
     held = json.loads((RESULTS / "policies.json").read_text())
@@ -281,6 +291,7 @@ def pages() -> dict[Path, list[str]]:
                 *(source(host, first), overhead(host)),
                 *(source(each_op, "scripts/bench ops"), ops(each_op)),
                 *(source(gpu, second), recompute(gpu)),
+                *(source(imported, "scripts/bench imports"), imports(imported)),
             )
         ],
         ROOT / "docs" / "policies.md": [
