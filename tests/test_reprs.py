@@ -33,7 +33,7 @@ def test_a_point_is_its_peak_and_time() -> None:
 
 def test_a_candidate_is_its_description_and_costs() -> None:
     assert repr(Candidate(Keep(), 2**20, forward_seconds=1e-3)) == (
-        "<Candidate: keep all: 1 MiB held, 1.00 ms>"
+        "<Candidate: keep: 1 MiB held, 1.00 ms>"
     )
 
 

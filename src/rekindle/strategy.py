@@ -151,6 +151,9 @@ class Tile(Strategy):
     chunks: int
     inner: Strategy = Recompute()
 
+    def __str__(self) -> str:
+        return f"tile in {self.chunks} chunks, {self.inner}"
+
 
 @dataclass(frozen=True, order=True)
 class OpAddress:

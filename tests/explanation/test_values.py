@@ -1,7 +1,6 @@
 """An explanation as a value: text, HTML, JSON; and what making one leaves behind."""
 
 import json
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import rekindle
 from rekindle.explanation import explain_model
 from rekindle.sizes import format_bytes
 from tests.explanation.models import DIM, dropped, gpt, tied
+from tests.html_tags import Tags
 from tests.planner.cases import unchanged
 from tests.toys import Stack
 
@@ -38,24 +38,6 @@ def test_the_text_names_the_peak_and_has_every_table(explained: rekindle.Explana
 
 def test_its_repr_is_short(explained: rekindle.Explanation) -> None:
     assert repr(explained) == f"<Explanation of Gpt on H100: peak {format_bytes(explained.peak)}>"
-
-
-class Tags(HTMLParser):
-    """Checks that all tags are closed, and that nothing is fetched from elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert not {name for name, _ in attrs} & {"src", "href"}
-        self.seen.add(tag)
-        if tag != "br":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
 
 
 def test_its_html_is_whole_small_and_for_both_themes(explained: rekindle.Explanation) -> None:

@@ -6,6 +6,8 @@ from torch import nn
 
 import rekindle
 from rekindle import policies
+from rekindle.planner.types import Candidate
+from rekindle.strategy import Keep, SavedIndices, Tile
 from tests.modules.applying import BLOCKS
 from tests.toys import Mlp, Stack
 
@@ -52,6 +54,24 @@ def test_what_is_applied_to_nothing_is_the_models_name() -> None:
 def test_its_repr_is_what_it_prints() -> None:
     applied = rekindle.apply(Stack(BLOCKS), "recompute")
     assert repr(applied) == str(applied)
+
+
+def test_what_a_plan_applies_is_in_the_words_of_the_plan() -> None:
+    part = Candidate(SavedIndices(recomputed=(0,)), recomputed_names=("relu",))
+    chosen = [Candidate(Keep()), part, part]
+    blocks = tuple((f"blocks.{i}", "Block", each) for i, each in enumerate(chosen))
+    plan = rekindle.Plan("Stack", "[2, 8]", "cpu", 9, 8, 0.1, 9, 0.1, 0.0, "the loss", blocks)
+    assert shown(plan) == [
+        "Stack",
+        "  blocks.0: Block: keep",
+        "  blocks.1-2: 2 x Block: recompute 1 result (relu), keep the rest",
+    ]
+    lines = [line.rpartition(":")[0].replace("1 x ", "") for line in str(plan).splitlines()]
+    assert lines[-2:] == shown(plan)[1:]
+
+
+def test_a_tiled_region_is_shown_with_its_chunks() -> None:
+    assert str(Tile(4)) == "tile in 4 chunks, recompute"
 
 
 def test_what_was_applied_can_be_compared() -> None:

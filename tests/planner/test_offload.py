@@ -110,7 +110,7 @@ def test_names_are_those_of_the_ops_that_made_what_is_saved() -> None:
     assert option.describe() == (
         "recompute 2 results (op 7, op 2), offload 1 result (op 5), keep the rest"
     )
-    assert Candidate(SavedIndices()).describe() == "keep all"
+    assert Candidate(SavedIndices()).describe() == "keep"
 
 
 def test_a_strategy_is_run_by_the_numbers_of_its_ops() -> None:

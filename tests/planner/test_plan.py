@@ -293,7 +293,8 @@ def test_what_is_applied_prints() -> None:
             "Stack",
             "  blocks.0: Block: keep",
             "  blocks.1: Block: recompute",
-            "  blocks.2: Block: <keep ops [1, 3], offload ops [5], recompute the rest>",
+            "  blocks.2: Block: keep 2 results (mm, attention), "
+            "offload 1 result (layer_norm), recompute the rest",
         ]
     )
 
@@ -339,8 +340,8 @@ def test_a_plan_prints_what_happens_to_which_blocks_and_what_it_costs() -> None:
             "Plan for Stack within 3 MiB",
             "  predicted peak  2 MiB in the backward of blocks.2 (without a plan 4 MiB)",
             "  predicted time  15.0 ms a step (1.20x without a plan)",
-            "  blocks.0-1: 2 x Block: recompute all: 10 B held, 4.00 ms",
-            "  blocks.2: 1 x Block: keep all: 100 B held, 3.00 ms",
+            "  blocks.0-1: 2 x Block: recompute: 10 B held, 4.00 ms",
+            "  blocks.2: 1 x Block: keep: 100 B held, 3.00 ms",
         ]
     )
 
@@ -376,9 +377,9 @@ def test_a_plan_prints_where_no_plan_fits_and_where_more_is_no_faster() -> None:
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (Candidate(Keep()), "keep all"),
-        (Candidate(Recompute()), "recompute all"),
-        (Candidate(Selective(NumberedOps())), "recompute all"),
+        (Candidate(Keep()), "keep"),
+        (Candidate(Recompute()), "recompute"),
+        (Candidate(Selective(NumberedOps())), "recompute"),
         (Candidate(Selective(NumberedOps((1, 2, 3)))), "keep 3 results, recompute the rest"),
         (Candidate(Selective(NumberedOps(offloaded=(4,)))), "offload 1 result, recompute the rest"),
         (
@@ -416,7 +417,7 @@ def test_a_profile_names_the_ops_whose_results_its_options_keep() -> None:
 
 def test_a_plan_for_a_model_that_is_one_block_prints_its_class() -> None:
     lines = str(plan_of(model="Block", blocks=(("", "Block", DROP),))).splitlines()
-    assert lines[-1] == "  Block: 1 x Block: recompute all: 10 B held, 4.00 ms"
+    assert lines[-1] == "  Block: 1 x Block: recompute: 10 B held, 4.00 ms"
 
 
 def test_a_plan_for_a_model_that_is_one_block_applies_to_it() -> None:
@@ -434,6 +435,6 @@ def test_a_profile_prints_its_blocks_with_their_options() -> None:
     assert lines[0] == "Stack on cpu: 3 blocks, 1 distinct"
     assert [line.split(":")[0].strip() for line in lines[2:5]] == [
         "Block",
-        "keep all",
-        "recompute all",
+        "keep",
+        "recompute",
     ]

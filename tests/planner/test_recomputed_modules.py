@@ -179,7 +179,7 @@ def profile_with_modules_alone(profile: rekindle.Profile) -> rekindle.Profile:
                 candidates=tuple(
                     c
                     for c in block.candidates
-                    if c.describe() in ("keep all", "recompute all") or _modules(c)
+                    if c.describe() in ("keep", "recompute") or _modules(c)
                 ),
             )
             for block in profile.blocks

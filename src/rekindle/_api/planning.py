@@ -45,7 +45,7 @@ from rekindle.planner.ranks.rank_sync import (
 from rekindle.planner.ranks.worst_case import shape_of_profile, worst_case
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Nearby, Profile
-from rekindle.report import frontier_text, text  # noqa: F401 (values print by them)
+from rekindle.report import frontier_text, html, plot, text  # noqa: F401 (values print by them)
 from rekindle.sizes import parse_bytes
 
 

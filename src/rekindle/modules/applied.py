@@ -1,6 +1,7 @@
 """`Applied`: which modules of a model run by which strategies, as a value that prints as a tree."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rekindle.modules import patterns
@@ -15,6 +16,8 @@ class Entry:
     kind: str
     """The name of the module's class."""
     strategy: Strategy
+    words: str = field(default="", compare=False)
+    """The words of the plan that it was applied by; empty without a plan."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,11 @@ class Applied:
     model: str
     """The name of the model's class."""
     entries: tuple[Entry, ...]
+
+    def in_words(self, words: Mapping[str, str]) -> "Applied":
+        """The value with a plan's words for what is done, by path."""
+        entries = (replace(each, words=words.get(each.path, "")) for each in self.entries)
+        return replace(self, entries=tuple(entries))
 
     def __str__(self) -> str:
         return format_applied(self)
@@ -49,7 +57,8 @@ def _lines(parents: list[Entry] | None, entries: tuple[Entry, ...], depth: int) 
         first = members[0]
         path = patterns.spanned([entry.path for entry in members])
         count = f"{len(members)} x " if len(members) > 1 else ""
-        lines.append(f"{'  ' * depth}{path or '(itself)'}: {count}{first.kind}: {first.strategy}")
+        what = first.words or first.strategy
+        lines.append(f"{'  ' * depth}{path or '(itself)'}: {count}{first.kind}: {what}")
         lines += _lines(members, entries, depth + 1)
     return lines
 

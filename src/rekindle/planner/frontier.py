@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from rekindle.planner import json_files
+from rekindle.planner.as_html import as_html
+from rekindle.planner.as_plot import as_plot
 from rekindle.planner.as_text import as_text
 from rekindle.planner.json_schema import Inconsistency
 from rekindle.planner.plan import Plan
@@ -63,6 +65,15 @@ class Frontier(Sequence[Point]):
             if point.peak >= self.points[i - 1].peak:
                 yield f"points[{i}].peak", "should be below that of the point before"
 
+    def plot(self, axes: Any = None) -> Any:
+        """Draw time against memory with matplotlib, and return the axes.
+
+        Args:
+            axes: the axes of matplotlib to draw on. None: those of a new figure, which notebooks
+                show; `frontier.plot().figure.savefig("frontier.png")` writes it to a file.
+        """
+        return as_plot(self, axes)
+
     def as_dict(self) -> dict[str, list[Scalar | None]]:
         """A column for each figure, as a data frame takes them: `pandas.DataFrame(f.as_dict())`.
 
@@ -96,3 +107,6 @@ class Frontier(Sequence[Point]):
         peaks = f"{format_bytes(first.peak)} to {format_bytes(last.peak)}"
         times = f"{first.plan.slowdown:.2f}x to {last.plan.slowdown:.2f}x the time"
         return f"<Frontier of {first.plan.model}: {points}, {peaks}, {times}>"
+
+    def _repr_html_(self) -> str:
+        return as_html(self)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rekindle.planner import json_files
+from rekindle.planner.as_html import as_html
 from rekindle.planner.as_text import as_text
 from rekindle.planner.json_schema import Inconsistency
 from rekindle.planner.types import Candidate, Nearby, Scalar, known_scalars, repeated_paths
@@ -134,6 +135,9 @@ class Plan:
         peak = f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}"
         blocks = format_counts(self.count_blocks())
         return f"<Plan for {self.model}: {peak}, {self.slowdown:.2f}x the time; {blocks}>"
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
 
 
 _LOGGED = (

@@ -202,9 +202,11 @@ def _finish_copy_outs_before_backward(
 
 def apply_plan(model: nn.Module, plan: Plan) -> Applied:
     """Apply a plan to a model, after checking that it is for this model; all of it or nothing."""
-    return apply_strategies(
+    applied = apply_strategies(
         model, strategies_for(plan, model), lambda: _attach_runtime(plan, model)
     )
+    where = planned_paths(model)
+    return applied.in_words({where[path]: each.describe() for path, _, each in plan.blocks})
 
 
 def strategies_for(plan: Plan, model: nn.Module) -> dict[str, Strategy]:

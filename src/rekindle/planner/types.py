@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rekindle.modules.patterns import generalized
 from rekindle.planner import json_files
+from rekindle.planner.as_html import as_html
 from rekindle.planner.as_text import as_text
 from rekindle.planner.json_schema import Difference, Inconsistency
 from rekindle.sizes import format_bytes, format_count
@@ -261,7 +262,7 @@ class Candidate:
         parts = []
         match self.strategy:
             case Keep():
-                return "keep all"
+                return "keep"
             case Selective(policy=PlannedOps(kept=kept) | NumberedOps(kept=kept)):
                 rest = "recompute"
                 if kept:
@@ -279,7 +280,7 @@ class Candidate:
         if moving is not None and moving.offloaded:
             results = _format_results(len(moving.offloaded), self.offloaded_names)
             parts.append(f"{WORD_OF_TIER[moving.tier]} {results}")
-        return ", ".join([*parts, f"{rest} the rest" if parts else f"{rest} all"])
+        return ", ".join([*parts, f"{rest} the rest" if parts else rest])
 
     def __repr__(self) -> str:
         held = f"{format_bytes(self.bytes_held)} held"
@@ -475,6 +476,9 @@ class Profile:
     def __repr__(self) -> str:
         counts = f"{format_count(len(self.order), 'block')}, {len(self.blocks)} distinct"
         return f"<Profile of {self.model} on {self.device}: {counts}>"
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
 
 
 _LOGGED = (

@@ -12,20 +12,10 @@ from rekindle.report.explanation_text import (
     format_unhelpful,
     grouped_modules,
 )
+from rekindle.report.html_parts import framed, listed, table
 from rekindle.sizes import format_bytes
 
 _ROWS = 8
-_STYLE = """
-.rekindle{color-scheme:light dark;font:13px/1.4 sans-serif;color:#222;background:#fff;padding:8px}
-.rekindle table{border-collapse:collapse;margin:6px 0;color:inherit}
-.rekindle caption{text-align:left;font-weight:600}
-.rekindle th,.rekindle td{padding:1px 10px 1px 0;text-align:left;vertical-align:top;color:inherit}
-.rekindle .n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
-.rekindle .bar{background:#d9480f;height:8px;display:block}
-.rekindle code{font-size:12px;background:none;color:inherit}
-@media(prefers-color-scheme:dark){.rekindle{color:#ddd;background:#1b1b1b}
-.rekindle .bar{background:#ff922b}}
-"""
 
 
 @as_html.register
@@ -41,36 +31,32 @@ def explanation_to_html(found: Explanation) -> str:
         _table("module", grouped_modules(found), found.peak),
         _table("line", found.lines, found.peak),
     ]
-    saved = (f"<li>{escape(format_saved(each))}</li>" for each in found.saved[:_ROWS])
+    saved = (escape(format_saved(each)) for each in found.saved[:_ROWS])
     changes = (
-        f"<li>{escape(each.name)}: {escape(format_effect(found, each))}"
-        f"<br><code>{escape(each.how)}</code></li>"
+        f"{escape(each.name)}: {escape(format_effect(found, each))}"
+        f"<br><code>{escape(each.how)}</code>"
         for each in found.changes
     )
-    others = (f"<li>{escape(e.name)}: {escape(format_effect(found, e))}</li>" for e in found.others)
-    unhelpful = (f"<li>{escape(format_unhelpful(each))}</li>" for each in found.unhelpful)
+    others = (f"{escape(each.name)}: {escape(format_effect(found, each))}" for each in found.others)
+    unhelpful = (escape(format_unhelpful(each)) for each in found.unhelpful)
     parts += [
-        _list("largest saved tensors", saved),
-        _list("changes, the most useful first", changes),
-        _list("also", others),
-        _list("no help", unhelpful),
+        listed("largest saved tensors", saved),
+        listed("changes, the most useful first", changes),
+        listed("also", others),
+        listed("no help", unhelpful),
     ]
-    return f'<div class="rekindle"><style>{_STYLE}</style>{"".join(parts)}</div>'
+    return framed(parts)
 
 
 def _table(title: str, shares: Iterable[Share], whole: int) -> str:
     rows = [each for each in shares if each.highest][:_ROWS]
-    head = '<th class="n">at peak</th><th class="n">at most</th><th></th>'
-    body = "".join(
-        f"<tr><td>{escape(each.name)}</td><td class=n>{format_bytes(each.at_peak)}</td>"
-        f"<td class=n>{format_bytes(each.highest)}</td>"
-        f'<td><span class="bar" style="width:{160 * each.at_peak // max(whole, 1)}px"></span></td>'
-        "</tr>"
+    cells = (
+        (
+            escape(each.name),
+            format_bytes(each.at_peak),
+            format_bytes(each.highest),
+            f'<span class="bar" style="width:{160 * each.at_peak // max(whole, 1)}px"></span>',
+        )
         for each in rows
     )
-    return f"<table><tr><th>{title}</th>{head}</tr>{body}</table>" if rows else ""
-
-
-def _list(title: str, items: Iterable[str]) -> str:
-    text = "".join(items)
-    return f"<b>{title}</b><ul>{text}</ul>" if text else ""
+    return table((title, "at peak", "at most", ""), cells, numbers=(1, 2))

@@ -25,40 +25,54 @@ def format_profile(profile: Profile) -> str:
 @as_text.register
 def format_plan(plan: Plan) -> str:
     """The text of a plan: its peak and time, and the strategy of each group of blocks."""
+    lines = [format_plan_title(plan)]
+    lines += [f"  {name:<14}  {text}" for name, text in plan_figures(plan)]
+    for where, kind, count, candidate in grouped_blocks(plan):
+        lines.append(f"  {where or kind}: {count} x {kind}: {_format_candidate(candidate)}")
+    return "\n".join(lines)
+
+
+def format_plan_title(plan: Plan) -> str:
+    """The model and the budget of a plan."""
     title = f"Plan for {plan.model} within {format_bytes(plan.budget)}"
-    peak = f"  predicted peak  {format_bytes(plan.predicted_peak)} in {plan.peak_at}"
-    seconds = f"  predicted time  {plan.predicted_time * 1e3:.1f} ms a step"
-    if plan.keeps_all:
-        lines = [f"{title}: fits as it is", peak, seconds]
-    else:
-        plain = f"(without a plan {format_bytes(plan.plain_peak)})"
-        lines = [title, f"{peak} {plain}", f"{seconds} ({plan.slowdown:.2f}x without a plan)"]
+    return f"{title}: fits as it is" if plan.keeps_all else title
+
+
+def plan_figures(plan: Plan) -> list[tuple[str, str]]:
+    """Names and texts of a plan's figures, for people."""
+    peak = f"{format_bytes(plan.predicted_peak)} in {plan.peak_at}"
+    seconds = f"{plan.predicted_time * 1e3:.1f} ms a step"
+    if not plan.keeps_all:
+        peak += f" (without a plan {format_bytes(plan.plain_peak)})"
+        seconds += f" ({plan.slowdown:.2f}x without a plan)"
+    figures = [("predicted peak", peak), ("predicted time", seconds)]
     if plan.measured_peak is not None and plan.measured_time is not None:
-        lines.append(
-            f"  measured        {format_bytes(plan.measured_peak)}, "
-            f"{plan.measured_time * 1e3:.1f} ms a step"
-        )
+        time = f"{plan.measured_time * 1e3:.1f} ms a step"
+        figures.append(("measured", f"{format_bytes(plan.measured_peak)}, {time}"))
     if plan.offloads:
         moved = sum(candidate.bytes_moved for _, _, candidate in plan.blocks)
-        lines.append(f"  moved away      {format_bytes(moved)} to {_tiers(plan)}")
+        figures.append(("moved away", f"{format_bytes(moved)} to {_tiers(plan)}"))
     if plan.verified is not None:
-        lines.append(f"  verified        {plan.verified}")
-    lines += _nearby("with less", plan.less, plan.predicted_time)
-    lines += _nearby("with more", plan.more, plan.predicted_time)
-    groups: list[tuple[Candidate, str, list[str]]] = []
+        figures.append(("verified", plan.verified))
+    figures += _nearby("with less", plan.less, plan.predicted_time)
+    figures += _nearby("with more", plan.more, plan.predicted_time)
+    return figures
+
+
+def grouped_blocks(plan: Plan) -> list[tuple[str, str, int, Candidate]]:
+    """Blocks of one class with one candidate: their paths as one text, class, number, candidate."""
+    groups: dict[tuple[Candidate, str], list[str]] = {}
     for path, kind, candidate in plan.blocks:
-        for known, name, paths in groups:
-            if known == candidate and name == kind:
-                paths.append(path)
-                break
-        else:
-            groups.append((candidate, kind, [path]))
-    for candidate, kind, paths in groups:
-        where = (
-            spanned(paths) if len({path.count(".") for path in paths}) == 1 else ", ".join(paths)
+        groups.setdefault((candidate, kind), []).append(path)
+    return [
+        (
+            spanned(paths) if len({path.count(".") for path in paths}) == 1 else ", ".join(paths),
+            kind,
+            len(paths),
+            candidate,
         )
-        lines.append(f"  {where or kind}: {len(paths)} x {kind}: {_format_candidate(candidate)}")
-    return "\n".join(lines)
+        for (candidate, kind), paths in groups.items()
+    ]
 
 
 def _tiers(plan: Plan) -> str:
@@ -68,8 +82,8 @@ def _tiers(plan: Plan) -> str:
     return " and ".join(name for tier, name in names.items() if tier in tiers)
 
 
-def _nearby(words: str, near: Nearby | None, seconds: float) -> list[str]:
-    """A line on what another budget would change; none if that is not known."""
+def _nearby(words: str, near: Nearby | None, seconds: float) -> list[tuple[str, str]]:
+    """A figure for what another budget would change; none if that is not known."""
     if near is None:
         return []
     if near.seconds is None:
@@ -78,7 +92,7 @@ def _nearby(words: str, near: Nearby | None, seconds: float) -> list[str]:
         change = "no change in time"
     else:
         change = f"{(near.seconds - seconds) * 1e3:+.2f} ms a step"
-    return [f"  {words:<15} {format_bytes(near.budget)}: {change}"]
+    return [(words, f"{format_bytes(near.budget)}: {change}")]
 
 
 def _format_candidate(candidate: Candidate) -> str:
