@@ -293,8 +293,7 @@ def test_what_is_applied_prints() -> None:
             "Stack",
             "  blocks.0: Block: keep",
             "  blocks.1: Block: recompute",
-            "  blocks.2: Block: keep 2 results (mm, attention), "
-            "offload 1 result (layer_norm), recompute the rest",
+            f"  blocks.2: Block: {PLAN.blocks[2][2].describe()}",
         ]
     )
 
