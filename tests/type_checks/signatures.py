@@ -50,6 +50,11 @@ def decorated(x: Tensor, scale: float, *, shift: int = 0) -> Tensor:
     return x * scale + shift
 
 
+@rekindle.checkpoint
+def bare(x: Tensor, scale: float) -> Tensor:
+    return x * scale
+
+
 @rekindle.checkpoint(determinism_check="values", preserve_rng_state=False)
 def with_options(x: Tensor) -> tuple[Tensor, int]:
     return x, 1
@@ -69,8 +74,11 @@ class Block(nn.Module):
 def decorated_functions_and_methods_keep_their_signatures(x: Tensor) -> None:
     assert_type(decorated(x, 2.0, shift=3), Tensor)
     assert_type(with_options(x), tuple[Tensor, int])
+    assert_type(bare(x, 2.0), Tensor)
+    assert_type(rekindle.checkpoint(x.sin), Tensor)
     assert_type(Block().forward(x, scale=2.0), Tensor)
     decorated(x)  # type: ignore[call-arg]
+    bare(x)  # type: ignore[call-arg]
     decorated(x, 2.0, 3)  # type: ignore[call-arg]
     with_options("x")  # type: ignore[arg-type]
     Block().forward(x, "2")  # type: ignore[arg-type]

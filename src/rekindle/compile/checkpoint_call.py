@@ -4,6 +4,7 @@ It is below `modules`, which runs whole modules by it, and is public as `rekindl
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
@@ -12,8 +13,9 @@ import torch
 from rekindle import policies
 from rekindle.compile.graph_breaks import run_outside_graphs
 from rekindle.compile.hand_over import hand_over, is_exporting, run_traced
+from rekindle.regions.meant_calls import is_decorated, note_option, refuse_policy
 from rekindle.regions.recompute.reentrant import CheckpointFunction
-from rekindle.regions.region_options import ContextFn, DeterminismCheck, options_of
+from rekindle.regions.region_options import ContextFn, DeterminismCheck, Options, options_of
 from rekindle.regions.run import run_checkpointed
 from rekindle.torch_private.dynamo_frames import no_graph_begins, within_compiled_code
 from rekindle.torch_private.dynamo_tracing import without_nested_graph_breaks
@@ -118,13 +120,17 @@ def checkpoint(
     early_stop: bool = ...,
     preserve_rng_state: bool = ...,
 ) -> CheckpointDecorator: ...
+@overload  # Note [A function alone]: without parameters it is run, by the next one decorated
+def checkpoint(  # type: ignore[overload-overlap]
+    function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
+) -> _R: ...
 @overload
-def checkpoint(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R: ...
+def checkpoint(function: Callable[_P, _R], /) -> Callable[_P, _R]: ...
 @no_graph_begins  # type: ignore[misc]  # the last one: parameters of a function may be called so
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
-    use_reentrant: bool = False,
+    use_reentrant: bool | None = None,
     context_fn: ContextFn = noop_context_fn,
     determinism_check: DeterminismCheck = "default",
     debug: bool = False,
@@ -135,7 +141,9 @@ def checkpoint(
     """Run `function(*args, **kwargs)`, hold its inputs only, and replay the rest in backward.
 
     As torch's function of that name, non-reentrant by default. Outputs and gradients are those of
-    the plain call, bit for bit. `@rekindle.checkpoint()`, with parentheses, is a decorator.
+    the plain call, bit for bit. It is a decorator too: `@rekindle.checkpoint`, or with options
+    `@rekindle.checkpoint(context_fn=...)`. A function that needs no arguments is decorated with
+    parentheses, `@rekindle.checkpoint()`: `checkpoint(function)` runs it, as in torch.
 
     >>> import torch, rekindle
     >>> x = torch.ones(3, requires_grad=True)
@@ -148,7 +156,8 @@ def checkpoint(
     Args:
         function: what to run.
         *args: its positional arguments.
-        use_reentrant: the variant without a graph in forward, for code that relies on it.
+        use_reentrant: the variant without a graph in forward, for code that relies on it. None is
+            False.
         context_fn: a policy (`rekindle.policies`) that says what is kept, offloaded or spilled; or
             a function that gives two context managers, one for forward and one for the replay.
         determinism_check: `"default"` compares shape, dtype and device of what a replay gives back
@@ -163,16 +172,17 @@ def checkpoint(
             if torch.compiler.is_dynamo_compiling():
                 contexts = _for_dynamo(context_fn)
                 return hand_over(
-                    function, args, kwargs, use_reentrant, contexts, preserve_rng_state
+                    function, args, kwargs, bool(use_reentrant), contexts, preserve_rng_state
                 )
     if torch.compiler.is_compiling() and function is not None:
         return run_traced(
             *(function, args, kwargs),
-            use_reentrant=use_reentrant,
+            use_reentrant=bool(use_reentrant),
             context_fn=context_fn,
             preserve_rng_state=preserve_rng_state,
         )
-    if within_compiled_code() and function is not None:  # which is not compiled at this place
+    is_bare = use_reentrant is None and not (args or kwargs) and is_decorated(function)
+    if within_compiled_code() and not (is_bare or function is None):  # which is not compiled here
         return run_outside_graphs(
             function,
             checkpoint,
@@ -186,30 +196,57 @@ def checkpoint(
             **kwargs,
         )
     options = options_of(context_fn, determinism_check, debug, early_stop, preserve_rng_state)
-    if function is None:
+    if function is None or is_bare:
         if args or kwargs:
             given = [*(type(arg).__name__ for arg in args), *kwargs]
             raise TypeError(f"checkpoint() got arguments but no function: {', '.join(given)}")
-        return functools.partial(
+        decorate = functools.partial(
             _decorate,
-            use_reentrant=use_reentrant,
+            use_reentrant=bool(use_reentrant),
             context_fn=context_fn,
             determinism_check=determinism_check,
             debug=debug,
             early_stop=early_stop,
             preserve_rng_state=preserve_rng_state,
         )
-    if not callable(function):
-        raise TypeError(f"checkpoint() runs a function, but got {type(function).__name__}")
+        return decorate if function is None else decorate(function)
     if use_reentrant:
         _check_reentrant(options.context_fn, debug, kwargs)
-    if not torch.is_grad_enabled() or func_transform() is not None:
-        return function(*args, **kwargs)
-    if use_reentrant:
-        return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
-            function, preserve_rng_state, *args
+    return _run(function, args, kwargs, bool(use_reentrant), options)
+
+
+@no_graph_begins
+def _run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    use_reentrant: bool,
+    options: Options,
+) -> Any:
+    """Run a function as a region by its options, where no graph is made of it."""
+    if not callable(function):
+        raise TypeError(
+            f"checkpoint() runs a function, but got {type(function).__name__}: it is called as "
+            "checkpoint(function, x), not checkpoint(function(x))"
         )
-    return run_checkpointed(function, args, kwargs, options)
+    if isinstance(kwargs.get("policy"), policies.Policy):
+        refuse_policy(function)
+    try:
+        if not torch.is_grad_enabled() or func_transform() is not None:
+            return function(*args, **kwargs)
+        if use_reentrant:
+            return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
+                function, options.preserve_rng_state, *args
+            )
+        return run_checkpointed(function, args, kwargs, options)
+    except TypeError as error:
+        if kwargs:
+            note_option(error, function, kwargs, _OPTIONS)
+        raise
+
+
+_OPTIONS = tuple(inspect.signature(checkpoint).parameters)[2:-1]
+"""The names of the options of `checkpoint`."""
 
 
 def _for_dynamo(context_fn: ContextFn) -> ContextFn:

@@ -171,7 +171,9 @@ class Forward:
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the forward as a region."""
-        options: dict[str, Any] = {} if self.policy is None else {"context_fn": self.policy}
+        options: dict[str, Any] = {"use_reentrant": False}  # Note [A function alone]
+        if self.policy is not None:
+            options["context_fn"] = self.policy
         if kwargs and any(name in _OPTIONS for name in kwargs):  # the module's own, not ours
             call = _with_keywords(forward, tuple(kwargs))
             return checkpoint(call, *kwargs.values(), *args, **options)

@@ -1,11 +1,13 @@
 """The options of one region, checked once where the user gives them."""
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from rekindle.regions import switches
+from rekindle.regions.meant_calls import needs_arguments
 from rekindle.torch_private.torch_checkpoint import noop_context_fn
 
 ContextFn: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -57,8 +59,8 @@ def options_of(
         )
     if not callable(context_fn):
         raise TypeError(
-            "context_fn should be a function that returns two context managers, "
-            f"but got {type(context_fn).__name__}"
+            "context_fn should be a function that returns two context managers, or a policy, such "
+            f"as rekindle.policies.keep_matmuls, but got {type(context_fn).__name__}"
         )
     contexts = None if context_fn is noop_context_fn else context_fn
     return Options(contexts, determinism_check, debug, early_stop, preserve_rng_state)
@@ -66,9 +68,20 @@ def options_of(
 
 def contexts_from(context_fn: ContextFn) -> tuple[Any, Any]:
     """The contexts of one call of a region."""
-    contexts: Any = context_fn()
+    try:
+        contexts: Any = context_fn()
+    except TypeError as error:
+        if not needs_arguments(context_fn):
+            raise
+        raise TypeError(
+            "context_fn is called without arguments and returns two context managers, but it takes "
+            f"{inspect.signature(context_fn)}. A function that decides about ops is given as "
+            "context_fn=rekindle.policies.of(function)"
+        ) from error
     if not (isinstance(contexts, tuple | list) and len(contexts) == 2):
+        made = "; a policy is given itself, as in context_fn=rekindle.policies.keep()"
         raise TypeError(
             f"context_fn should return two context managers, but returned {type(contexts).__name__}"
+            f"{made if callable(contexts) else ''}"
         )
     return contexts[0], contexts[1]
