@@ -7,7 +7,8 @@ import pytest
 
 import rekindle  # noqa: F401  (for its path)
 
-CORE = ["types", "plan", "frontier", "json_files", "keep_sets", "candidates", "timeline"]
+CORE = ["types", "plan", "frontier", "largest", "largest_search", "json_files", "keep_sets"]
+CORE += ["candidates", "timeline"]
 HEAD = """
 import sys, types
 for name in {missing!r}:

@@ -6,10 +6,12 @@ A program that trains with `rekindle.checkpoint` or `rekindle.offload` alone imp
 
 from rekindle._api.apply import apply, remove
 from rekindle._api.explaining import explain
+from rekindle._api.largest import largest
 from rekindle._api.planning import fit, frontier, profile, solve
 from rekindle.explanation.types import Explanation
 from rekindle.planner.devices import Device
 from rekindle.planner.frontier import Frontier, Point
+from rekindle.planner.largest import Largest, TriedSize
 from rekindle.planner.plan import Plan
 from rekindle.planner.plan_for_budget import BudgetError
 from rekindle.planner.runtime import plan_of
@@ -20,13 +22,16 @@ __all__ = [
     "Device",
     "Explanation",
     "Frontier",
+    "Largest",
     "Plan",
     "Point",
     "Profile",
+    "TriedSize",
     "apply",
     "explain",
     "fit",
     "frontier",
+    "largest",
     "plan_of",
     "profile",
     "remove",

@@ -132,7 +132,7 @@ def _profile(
     if not on_meta:
         refuse_without_memory(model)
         require_same_on_ranks(spill=spill, loss="none" if loss is None else "given")
-    with show_progress(_progress(progress)):
+    with show_progress(checked_progress(progress)):
         if on_meta:
             found = fake_profile(model, batch, optimizer, like, given, blocks)
         else:
@@ -150,7 +150,8 @@ def _with_room(profile: Profile, max_offload: int | str | None) -> Profile:
     return replace(profile, tier_bytes=min(given)) if given else profile
 
 
-def _progress(wanted: Any) -> Progress:
+def checked_progress(wanted: Any) -> Progress:
+    """Check the `progress=` of a call, and return what shows it: on the first rank alone."""
     if wanted is not None and not isinstance(wanted, bool):
         raise TypeError(f"progress should be a bool or None, but got {type(wanted).__name__}")
     return Progress(wanted if is_first_rank() else False)
@@ -209,7 +210,7 @@ def frontier(
         if not isinstance(points, int) or isinstance(points, bool) or points < 1:
             raise ValueError(f"points should be a whole number from 1 on, but got {points!r}")
         require_same_on_ranks(points=points)
-        with show_progress(_progress(progress)):
+        with show_progress(checked_progress(progress)):
             return _frontier(profile, points)
 
 
@@ -295,7 +296,7 @@ def fit(
         progress: as for `profile`.
         group: as for `profile`: the ranks that plan together.
     """
-    with collective("fit", group), show_progress(_progress(progress)):
+    with collective("fit", group), show_progress(checked_progress(progress)):
         return _fit(
             model, batch, budget, loss, optimizer, profile, spill, max_offload, blocks, verify
         )

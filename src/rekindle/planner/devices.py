@@ -119,6 +119,15 @@ def device_of(device: torch.device) -> Device | None:
     return max(fitting, key=lambda known: len(_words_in(known.name)), default=None)
 
 
+def usable_bytes(memory_bytes: int) -> int:
+    """Return the budget that a device's memory has room for.
+
+    A twentieth is for what torch's allocator does not give out, as the context of CUDA and NCCL,
+    and for what it cannot use, because it is in pieces.
+    """
+    return memory_bytes - memory_bytes // 20
+
+
 def known_devices() -> str:
     """Return the names in the table as text."""
     return ", ".join(repr(name) for name in DEVICES)

@@ -43,7 +43,7 @@ def fake_profile(
     refuse_what_has_no_fake(model)
     if isinstance(like, Profile):
         return _fake_profile_by(like, model, batch, optimizer, loss)
-    device = _device(model, like)
+    device = table_device(model, like)
     with with_fake_tensors(model, batch, as_on=device.name) as given, OpClock(device) as clock:
         measured_on = MeasuringDevice(CPU, device.name, clock, device.bytes_per_second)
         return profile_model(model, given, optimizer_bytes(optimizer), measured_on, loss, blocks)
@@ -71,7 +71,8 @@ def _fake_profile_by(
         )
 
 
-def _device(model: nn.Module, like: str | Device | None) -> Device:
+def table_device(model: nn.Module, like: str | Device | None) -> Device:
+    """Return the device whose times count: the one named or described, or else the model's own."""
     if like is not None:
         return device_named(like) if isinstance(like, str) else like
     first = next(model.parameters())

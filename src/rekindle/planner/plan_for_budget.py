@@ -22,6 +22,9 @@ def solved(profile: Profile, limit: int) -> Plan:
     from rekindle.planner.solve import solver  # noqa: PLC0415
 
     def chosen() -> Solution:
+        plain = plain_prediction(profile)
+        if plain.peak <= limit:  # a plan only adds to a plain step
+            return Solution(tuple(plain_candidates(profile)), plain, 0.0)
         choice = solver.choose(profile, limit) or recompute_all(profile, limit)
         if choice is not None:
             return choice
