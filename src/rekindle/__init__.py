@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rekindle import policies, strategy
 from rekindle._api.checkpoint import checkpoint, checkpoint_sequential
+from rekindle._api.losses import linear_cross_entropy, linear_log_probs, linear_per_token
 from rekindle._api.selective import create_selective_checkpoint_contexts, name
 from rekindle.compat.patch import patch_torch
 from rekindle.errors import CheckpointError, OffloadError, RekindleError
@@ -120,6 +121,9 @@ __all__ = [
     "get_device_states",
     "is_recomputing",
     "largest",
+    "linear_cross_entropy",
+    "linear_log_probs",
+    "linear_per_token",
     "name",
     "noop_context_fn",
     "observe",
