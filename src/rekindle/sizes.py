@@ -57,3 +57,15 @@ def format_count(count: int, word: str) -> str:
     ('1 plan', '3 plans')
     """
     return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def format_budget(nbytes: int) -> str:
+    """Bytes as a budget is written in code, rounded up to a tenth of the unit.
+
+    >>> format_budget(80 * 2**30), format_budget(3 * 2**19 + 1)
+    ('80GiB', '1.6MiB')
+    """
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+    unit, size = next(((unit, size) for unit, size in units if nbytes >= size), ("B", 1))
+    whole, tenth = divmod(-(-10 * nbytes // size), 10)
+    return f"{whole}.{tenth}{unit}" if tenth else f"{whole}{unit}"

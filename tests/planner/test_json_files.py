@@ -309,6 +309,8 @@ def test_a_plan_of_an_older_version_is_applied(version: int) -> None:
 def test_a_file_of_this_version_has_every_field(tmp_path: Path) -> None:
     good = whole("plan", tmp_path)
     for field in fields(rekindle.Plan):
+        if field.name == "profile":  # files do not have it
+            continue
         (tmp_path / "less.json").write_text(json.dumps(without(good, (field.name,))))
         with pytest.raises(ValueError, match=f"{field.name} should be a field, but is missing"):
             rekindle.Plan.load(tmp_path / "less.json")

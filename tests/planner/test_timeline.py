@@ -18,7 +18,7 @@ import rekindle
 from benchmarks.decoder import Decoder, Shape
 from rekindle.planner.measure.measure_step import measure_step
 from rekindle.planner.plan_for_budget import plan_by
-from rekindle.planner.timeline import _ahead, simulate
+from rekindle.planner.timeline import _ahead, _starts_of_returns, simulate
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockProfile, Candidate, Profile
 from rekindle.strategy import Keep, NumberedOps, Recompute, Selective
@@ -163,7 +163,10 @@ def test_what_comes_back_is_there_ahead_of_its_use_no_longer_than_the_link_needs
 def test_what_comes_back_comes_one_after_another() -> None:
     # Wanted at 10, 8 and 6 with three seconds to spare, at three seconds each: from 4, 1 and -2 on.
     begins, ends = [10.0, 8.0, 6.0, 0.0], [12.0, 10.0, 8.0, 3.0]
-    assert _ahead([50, 50, 50, 0], begins, ends, 50, 50 / 3) == [0, 50, 100, 100]
+    moves, rate = [50, 50, 50, 0], 50 / 3
+    starts = _starts_of_returns(moves, begins, 50, rate)
+    assert starts == pytest.approx([4.0, 1.0, -2.0, -2.0])
+    assert _ahead(moves, starts, ends, 50, rate) == [0, 50, 100, 100]
 
 
 def test_the_largest_result_that_moves_says_how_much_is_late() -> None:

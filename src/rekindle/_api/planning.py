@@ -20,8 +20,9 @@ from rekindle._api.planning_checks import (
 from rekindle.modules.blocks import Named, named_blocks
 from rekindle.planner import fit as fit_model
 from rekindle.planner.fake_profile import Like, fake_profile
+from rekindle.planner.find_frontier import find_frontier
 from rekindle.planner.fit_request import FitRequest, VerifyLevel
-from rekindle.planner.frontier import Frontier, Point
+from rekindle.planner.frontier import Frontier
 from rekindle.planner.loss import checked_loss, warn_without_loss
 from rekindle.planner.measure.static_memory import optimizer_bytes, static_bytes
 from rekindle.planner.placement import compute_device
@@ -29,23 +30,22 @@ from rekindle.planner.plan import Plan
 from rekindle.planner.plan_for_budget import (
     budget_bytes,
     checked_budget,
-    plain_prediction,
     solved,
     with_nearby,
 )
 from rekindle.planner.profile_model import measuring_device, profile_model
-from rekindle.planner.progress import Progress, count_progress, report_progress, show_progress
+from rekindle.planner.progress import Progress, show_progress
 from rekindle.planner.ranks.rank_sync import (
     all_gather,
     collective,
     is_first_rank,
-    on_first_rank,
     require_same_on_ranks,
 )
 from rekindle.planner.ranks.worst_case import shape_of_profile, worst_case
 from rekindle.planner.training_step import TrainingStep
-from rekindle.planner.types import Nearby, Profile
+from rekindle.planner.types import Profile
 from rekindle.report import frontier_text, html, plot, text  # noqa: F401 (values print by them)
+from rekindle.report.page import write  # noqa: F401 (they write pages by it)
 from rekindle.sizes import parse_bytes
 
 
@@ -211,33 +211,7 @@ def frontier(
             raise ValueError(f"points should be a whole number from 1 on, but got {points!r}")
         require_same_on_ranks(points=points)
         with show_progress(checked_progress(progress)):
-            return _frontier(profile, points)
-
-
-def _frontier(profile: Profile, points: int) -> Frontier:
-    from rekindle.planner.solve import solver  # noqa: PLC0415
-
-    report_progress("smallest peak")
-    highest = plain_prediction(profile).peak
-    least = on_first_rank(lambda: solver.least_peak(profile).prediction.peak)
-    found: list[Point] = []
-    for i in count_progress(range(points), "point"):
-        budget = highest - (highest - least) * i // max(points - 1, 1)
-        plan = solved(profile, max(budget, least))
-        if not found or plan.predicted_peak < found[-1].peak:
-            found.append(Point(plan.predicted_peak, plan.predicted_time, plan))
-    found = [
-        point
-        for i, point in enumerate(found)
-        if all(point.seconds <= less.seconds for less in found[i + 1 :])
-    ]
-    near = [None, *(Nearby(point.peak, point.seconds) for point in found), None]
-    return Frontier(
-        tuple(
-            replace(point, plan=replace(point.plan, more=more, less=less))
-            for point, more, less in zip(found, near, near[2:], strict=False)
-        )
-    )
+            return find_frontier(profile, points)
 
 
 def fit(

@@ -14,14 +14,13 @@ from rekindle.planner.plan_for_budget import (
 from rekindle.planner.timeline import Timeline
 from rekindle.planner.treatments import treatments
 from rekindle.planner.types import Candidate, Prediction, Profile
-from rekindle.sizes import format_bytes
+from rekindle.sizes import format_budget, format_bytes
 from rekindle.strategy import Keep, Recompute
 
 _USUAL = 0.1
 """Share of a step's time that a change of candidates may add, where no memory is to be met."""
 _LISTED = 4
 """Modules that are listed in code by their paths."""
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def changes_of_blocks(profile: Profile, device_bytes: int | None) -> Iterator[Change]:
@@ -138,7 +137,7 @@ class _Choices:
         return self._timeline.predict_candidates(candidates)
 
     def _fit_to(self, peak: int) -> str:
-        return f'rekindle.fit(model, batch, budget="{_as_budget(peak)}")'
+        return f'rekindle.fit(model, batch, budget="{format_budget(peak)}")'
 
     def _change(self, name: str, how: str, by: Sequence[Candidate], note: str = "") -> Change:
         """Predict a step by these candidates, and compare it with the plain one."""
@@ -153,17 +152,6 @@ class _Choices:
         if at.removeprefix("the backward of ") in replayed:
             at = at.replace("the backward of", "the replay and backward of")
         return Change(name, how, found.peak, saved, found.seconds, at, note)
-
-
-def _as_budget(nbytes: int) -> str:
-    """Bytes as a budget is written, rounded up to a tenth of the unit.
-
-    >>> _as_budget(80 * 2**30), _as_budget(3 * 2**19 + 1)
-    ('80GiB', '1.6MiB')
-    """
-    unit, size = next((unit, size) for unit, size in _UNITS if nbytes >= size)
-    whole, tenth = divmod(-(-10 * nbytes // size), 10)
-    return f"{whole}.{tenth}{unit}" if tenth else f"{whole}{unit}"
 
 
 def _recomputing_first(paths: list[str]) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rekindle.errors import RekindleError
+from rekindle.explanation.allocations import allocations
 from rekindle.explanation.changes import find_changes
 from rekindle.explanation.record import StepRecord, record_step
 from rekindle.explanation.saved import saved_activations
@@ -103,6 +104,8 @@ def explain_model(request: Request) -> Explanation:
         changes=changes.useful,
         others=changes.others,
         unhelpful=changes.unhelpful,
+        profile=profile,
+        allocations=allocations(record),
     )
 
 

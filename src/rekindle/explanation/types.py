@@ -10,14 +10,16 @@ Nothing here imports torch.
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rekindle.planner import json_files
 from rekindle.planner.as_html import as_html
+from rekindle.planner.as_page import OtherSteps, PageRequest, as_page
 from rekindle.planner.as_text import as_text
-from rekindle.planner.json_schema import Difference, Inconsistency
-from rekindle.planner.types import LossSource, Scalar, known_scalars
+from rekindle.planner.json_schema import NOT_SAVED, Difference, Inconsistency
+from rekindle.planner.types import LossSource, Profile, Scalar, known_scalars
 from rekindle.sizes import format_bytes
 
 Phase: TypeAlias = Literal["forward", "backward", "replay"]
@@ -106,6 +108,23 @@ class SavedActivation:
         return len(self.modules)
 
 
+class Allocation(NamedTuple):
+    """One storage that the step made."""
+
+    nbytes: int
+    kind: str
+    op: str
+    phase: Phase
+    module: str
+    line: str
+    """File and line of the user's code; empty if it is not known."""
+    function: str
+    made: int
+    """The number of the event in which it was made: events are storages made, or freed."""
+    freed: int | None
+    """The number of the event in which it was freed; None if it outlives the step."""
+
+
 @dataclass(frozen=True)
 class Change:
     """A change to the training step, with what it is predicted to save and to cost."""
@@ -169,6 +188,12 @@ class Explanation:
     """Changes that do not help, with the reason."""
     kind_names: tuple[str, ...] = KINDS
     """The names of the kinds, in the order in which bytes by kind are given."""
+    profile: Profile | None = field(default=None, compare=False, repr=False, metadata=NOT_SAVED)
+    """The profile of the same step, for reports. Files do not have it."""
+    allocations: tuple[Allocation, ...] = field(
+        default=(), compare=False, repr=False, metadata=NOT_SAVED
+    )
+    """All storages of the step, for snapshots. Files do not have them."""
 
     @property
     def fits(self) -> bool | None:
@@ -201,6 +226,27 @@ class Explanation:
     def as_json(self) -> dict[str, Any]:
         """The explanation as plain values: all that its file has, and what a page needs."""
         return json_files.as_json(self, "explanation")
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        snapshot: str | os.PathLike[str] | None = None,
+        points: int = 12,
+        others: OtherSteps | None = None,
+    ) -> Path:
+        """Write a page of where the memory goes, and of the plans that would make it less.
+
+        It is one file that needs nothing from elsewhere. Returns its path.
+
+        Args:
+            path: the file to write, such as `"memory.html"`.
+            snapshot: a second file to write, such as `"memory.pickle"`: every storage of the step,
+                for torch's page of memory snapshots (pytorch.org/memory_viz).
+            points: plans to look for, from the plain peak down to the smallest that works.
+            others: steps to draw beside the plans, by their names: the peak in bytes, and seconds.
+        """
+        return as_page(self, PageRequest(path, snapshot, points, others))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the explanation as JSON."""

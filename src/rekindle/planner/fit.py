@@ -45,7 +45,7 @@ def find_plan(step: TrainingStep, profile: Profile, budget: int | str, verify: V
         plan = fastest_verified_plan(step, profile, limit, verify)
         if plain is not None:
             plan = replace(plan, plain_peak=plain.plain_peak, plain_time=plain.plain_time)
-    return _for_budget(with_nearby(profile, plan), limit)
+    return replace(_for_budget(with_nearby(profile, plan), limit), profile=profile)
 
 
 def _for_budget(plan: Plan, limit: int) -> Plan:

@@ -3,15 +3,17 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, overload
 
 from rekindle.planner import json_files
 from rekindle.planner.as_html import as_html
+from rekindle.planner.as_page import OtherSteps, PageRequest, as_page
 from rekindle.planner.as_plot import as_plot
 from rekindle.planner.as_text import as_text
 from rekindle.planner.json_schema import Inconsistency
 from rekindle.planner.plan import Plan
-from rekindle.planner.types import Scalar
+from rekindle.planner.types import Profile, Scalar
 from rekindle.sizes import format_bytes, format_count
 
 
@@ -86,6 +88,30 @@ class Frontier(Sequence[Point]):
     def as_json(self) -> dict[str, Any]:
         """The frontier as plain values: all that its file has."""
         return json_files.as_json(self, "frontier")
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        others: OtherSteps | None = None,
+        profile: Profile | None = None,
+        explanation: Any = None,
+    ) -> Path:
+        """Write a page with a slider over the points of the frontier.
+
+        It is one file that needs nothing from elsewhere. Returns its path.
+
+        Args:
+            path: the file to write, such as `"frontier.html"`.
+            others: steps to draw beside the plans, by their names: the peak in bytes, and seconds.
+            profile: the profile of a frontier that was loaded from a file: without it, the page has
+                no memory over time.
+            explanation: what `rekindle.explain` returned, to be shown on the same page.
+        """
+        request = PageRequest(
+            path, others=others, profile=profile, explanation=explanation, points=len(self)
+        )
+        return as_page(self, request)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the frontier, with all its plans, as JSON."""

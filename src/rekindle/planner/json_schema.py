@@ -33,6 +33,14 @@ _short = Repr()
 _short.maxstring = _short.maxother = 60
 
 
+NOT_SAVED = {"saved": False}
+"""The metadata of a dataclass's field that files do not have."""
+
+
+def _saved_fields(kind: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if field.metadata.get("saved", True)]
+
+
 class SchemaError(ValueError):
     """Parsed JSON that does not fit; says where, what was expected and what was found."""
 
@@ -48,7 +56,7 @@ def encode(value: Any) -> Any:
         return value
     if isinstance(value, Strategy):
         return to_json(value)
-    return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return {field.name: encode(getattr(value, field.name)) for field in _saved_fields(value)}
 
 
 def build(
@@ -98,7 +106,7 @@ def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
             field.default is not dataclasses.MISSING
             or field.default_factory is not dataclasses.MISSING,
         )
-        for field in dataclasses.fields(kind)
+        for field in _saved_fields(kind)
     }
 
 

@@ -3,14 +3,23 @@
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rekindle.planner import json_files
 from rekindle.planner.as_html import as_html
+from rekindle.planner.as_page import OtherSteps, PageRequest, as_page
 from rekindle.planner.as_text import as_text
-from rekindle.planner.json_schema import Inconsistency
-from rekindle.planner.types import Candidate, Nearby, Scalar, known_scalars, repeated_paths
+from rekindle.planner.json_schema import NOT_SAVED, Inconsistency
+from rekindle.planner.types import (
+    Candidate,
+    Nearby,
+    Profile,
+    Scalar,
+    known_scalars,
+    repeated_paths,
+)
 from rekindle.sizes import format_bytes
 from rekindle.strategy import Keep
 
@@ -55,6 +64,9 @@ class Plan:
     """Bytes that planning itself peaked at; the step that tries the plan out is `measured_peak`."""
     verified: str | None = None
     """The outcome of `fit` comparing gradients under the plan; None if it did not."""
+    profile: Profile | None = field(default=None, compare=False, repr=False, metadata=NOT_SAVED)
+    """The profile that the plan is by, for reports. Files do not have it, so a plan that was loaded
+    has none."""
 
     def inconsistencies(self) -> Iterator[Inconsistency]:
         """Places where fields of the right types contradict each other, with what is wrong."""
@@ -118,6 +130,32 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """The plan as plain values: all that its file has."""
         return json_files.as_json(self, "plan")
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        snapshot: str | os.PathLike[str] | None = None,
+        points: int = 12,
+        others: OtherSteps | None = None,
+        profile: Profile | None = None,
+        explanation: Any = None,
+    ) -> Path:
+        """Write a page with the plan, and a slider over the budgets around it.
+
+        It is one file that needs nothing from elsewhere. Returns its path.
+
+        Args:
+            path: the file to write, such as `"plan.html"`.
+            snapshot: a second file to write, such as `"plan.pickle"`: the plan's predicted memory,
+                for torch's page of memory snapshots (pytorch.org/memory_viz).
+            points: plans to look for, from the plain peak down to the smallest that works.
+            others: steps to draw beside the plans, by their names: the peak in bytes, and seconds.
+            profile: the profile of a plan that was loaded from a file: without it, the page has the
+                plan alone.
+            explanation: what `rekindle.explain` returned, to be shown on the same page.
+        """
+        return as_page(self, PageRequest(path, snapshot, points, others, profile, explanation))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""

@@ -125,6 +125,7 @@ def plan_by(
         unused=profile.unused,
         left_out=profile.left_out,
         planning_peak=profile.planning_peak,
+        profile=profile,
     )
 
 

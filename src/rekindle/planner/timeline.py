@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from rekindle.planner.step_log import MemoryAt, StepLog
 from rekindle.planner.types import Candidate, Prediction, Profile
 
 _BEYOND_ANY_BUDGET = 2**60
@@ -189,8 +190,8 @@ class Timeline:
     def _prediction(self, found: Evaluation) -> Prediction:
         return Prediction(self.base + found.peak, found.seconds, self.moments[found.moment].at)
 
-    def evaluate(self, choice: Sequence[Terms]) -> Evaluation:
-        """Walk the moments of a step by one candidate at each place.
+    def evaluate(self, choice: Sequence[Terms], log: StepLog | None = None) -> Evaluation:
+        """Walk the moments of a step by one candidate at each place, and log them if asked to.
 
         The host launches work block after block, and the device works behind it; it waits for the
         host half of a launch when it is idle, as at the first ops of a block, which are small. The
@@ -201,7 +202,7 @@ class Timeline:
         largest result for a large one; as much stays of the last blocks, whose backward comes
         first.
         """
-        return self._backward(choice, self._forward(choice))
+        return self._backward(choice, self._forward(choice, log), log)
 
     def evaluate_unless(
         self, choice: Sequence[Terms], is_hopeless: Callable[[int, float], bool]
@@ -219,12 +220,12 @@ class Timeline:
 
     def spans(self, choice: Sequence[Terms]) -> tuple[list[float], list[float]]:
         """Seconds of each block's forward and backward, where nothing moves: with all waiting."""
-        ends, backward_ends = [0.0], list[float]()
-        after = self._forward(choice, ends)
-        self._backward_times(choice, after, backward_ends)
-        begins = [after.backward_begins, *backward_ends]
+        log = StepLog()
+        after = self._forward(choice, log)
+        self._backward_times(choice, after, log)
+        begins = [after.backward_begins, *reversed(log.backward_ends)]
         return (
-            [end - begin for begin, end in pairwise(ends)],
+            [end - begin for begin, end in pairwise([0.0, *log.forward_ends])],
             [end - begin for begin, end in pairwise(begins)][::-1],
         )
 
@@ -234,11 +235,8 @@ class Timeline:
         over = 0 if room is None else sum([terms[5] for terms in choice]) - room
         return _BEYOND_ANY_BUDGET + over if over > 0 else 0
 
-    def _forward(self, choice: Sequence[Terms], ends: list[float] | None = None) -> "_Forward":
-        """Walk the moments up to the loss; terms go by position, which is quicker than by name.
-
-        `ends` is given the seconds at which each block's forward ends.
-        """
+    def _forward(self, choice: Sequence[Terms], log: StepLog | None = None) -> "_Forward":
+        """Walk the moments up to the loss; terms go by position, which is quicker than by name."""
         profile, made, starts = self.profile, self._between, self._epoch_starts
         rate, moving = profile.bytes_per_second, _moving(choice)
         stays, moves, lead = moving
@@ -247,8 +245,7 @@ class Timeline:
         held = sent = cached = leaving = 0
         seconds = host = free_at = 0.0
         for i, terms in enumerate(choice):
-            if starts[i] == i:
-                cached = 0
+            cached = 0 if starts[i] == i else cached
             point = made[i] + held + cached + terms[3]
             if sent:
                 point += min(leaving + late, sent)
@@ -264,26 +261,33 @@ class Timeline:
             seconds = begin + terms[7]
             if seconds < host:
                 seconds = host
-            if ends is not None:
-                ends.append(seconds)
             if moves[i]:
                 sent += moves[i]
                 begin = max(free_at, (began + seconds) / 2)
                 free_at = max(begin + moves[i] / rate, seconds)
                 leaving = int((free_at - seconds) * rate)
+            if log is not None:
+                before = made[i], held - terms[0] - stays[i], cached - terms[1]
+                memory = MemoryAt(*before, point - sum(before) - terms[3], terms[3])
+                copy = (begin, begin + moves[i] / rate) if moves[i] else None
+                log.add_forward(memory, seconds, copy)
         in_backward = cached if profile.casts_in_backward else 0
         rest = max(cached + profile.cached_rest_peak, in_backward + profile.rest_peak)
         point = made[-1] + held + min(leaving + late, sent) + rest
         if point > peak:
             peak, moment = point, self.count + 1
+        if log is not None:
+            log.rest = MemoryAt(made[-1], held, 0, min(leaving + late, sent), rest)
         # The second half of the rest is backward, which begins when all has left.
         host += profile.rest_host_seconds
         begins = max(seconds + profile.rest_seconds, free_at + profile.rest_seconds / 2, host)
         return _Forward(moving, peak, moment, held, in_backward, begins, host)
 
-    def _backward(self, choice: Sequence[Terms], after: "_Forward") -> Evaluation:
+    def _backward(
+        self, choice: Sequence[Terms], after: "_Forward", log: StepLog | None = None
+    ) -> Evaluation:
         """Walk the moments after the loss."""
-        seconds, ahead = self._backward_times(choice, after)
+        seconds, ahead = self._backward_times(choice, after, log)
         peak, moment = after.peak, after.moment
         there = after.held + after.cached + self.profile.output_held
         between, stays = self._between, after.moving.stays
@@ -292,18 +296,20 @@ class Timeline:
             point = there + between[i] + terms[4] - stays[i] + ahead[i]
             if point > peak:
                 peak, moment = point, 2 * self.count + 2 - i
+            if log is not None:
+                outside = between[i] + self.profile.output_held
+                held = there - after.cached - self.profile.output_held
+                own = terms[4] - stays[i]
+                log.backward[i] = MemoryAt(outside, held, after.cached, ahead[i], own)
             there += terms[2] - terms[0] - stays[i]
         if self.moments[-1].constant > peak:
             peak, moment = self.moments[-1].constant, len(self.moments) - 1
         return Evaluation(peak, seconds, moment)
 
     def _backward_times(
-        self, choice: Sequence[Terms], after: "_Forward", until: list[float] | None = None
+        self, choice: Sequence[Terms], after: "_Forward", log: StepLog | None = None
     ) -> tuple[float, Sequence[int]]:
-        """Seconds of the step, and bytes that are back ahead of their use at each place.
-
-        `until` is given the seconds at which each block's backward ends, the last block's first.
-        """
+        """Seconds of the step, and bytes that are back ahead of their use at each place."""
         moves, rate, host = after.moving.moves, self.profile.bytes_per_second, after.host
         seconds = used_at = after.backward_begins
         begins, ends = [0.0] * self.count, [0.0] * self.count
@@ -320,11 +326,16 @@ class Timeline:
             if seconds < host:
                 seconds = host
             ends[i] = seconds
-        if until is not None:
-            until += reversed(ends)
+        if log is not None:
+            log.backward_begins, log.backward_ends = begins, ends
         if not any(moves):
             return seconds, moves
-        return seconds, _ahead(moves, begins, ends, after.moving.lead // 2, rate)
+        starts = _starts_of_returns(moves, begins, after.moving.lead // 2, rate)
+        if log is not None:
+            log.copies_back = {
+                i: (starts[i], starts[i] + moved / rate) for i, moved in enumerate(moves) if moved
+            }
+        return seconds, _ahead(moves, starts, ends, after.moving.lead // 2, rate)
 
 
 class _Forward(NamedTuple):
@@ -385,23 +396,33 @@ def _moving(choice: Sequence[Terms]) -> _Moving:
     return _Moving(stays, moves, lead)
 
 
-def _ahead(
-    moves: Sequence[int],
-    begins: Sequence[float],
-    ends: Sequence[float],
-    largest: int,
-    rate: float,
-) -> list[int]:
-    """Bytes that are back ahead of their use at the end of each block's backward.
+def _starts_of_returns(
+    moves: Sequence[int], begins: Sequence[float], largest: int, rate: float
+) -> list[float]:
+    """The seconds at which the copies back to each block begin; infinite before the first one.
 
     Results come back one after another, as late as the link allows, with the time of one result to
-    spare; each takes its memory as a whole.
+    spare.
     """
     starts, start = [], float("inf")
     for moved, begin in zip(moves, begins, strict=True):
         if moved:
             start = min(start, begin - largest / rate) - moved / rate
         starts.append(start)
+    return starts
+
+
+def _ahead(
+    moves: Sequence[int],
+    starts: Sequence[float],
+    ends: Sequence[float],
+    largest: int,
+    rate: float,
+) -> list[int]:
+    """Bytes that are back ahead of their use at the end of each block's backward.
+
+    Each result takes its memory as a whole.
+    """
     found = []
     for i, end in enumerate(ends):
         ahead = 0

@@ -12,11 +12,13 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rekindle.modules.patterns import generalized
 from rekindle.planner import json_files
 from rekindle.planner.as_html import as_html
+from rekindle.planner.as_page import OtherSteps, PageRequest, as_page
 from rekindle.planner.as_text import as_text
 from rekindle.planner.json_schema import Difference, Inconsistency
 from rekindle.sizes import format_bytes, format_count
@@ -460,6 +462,29 @@ class Profile:
     def as_json(self) -> dict[str, Any]:
         """The profile as plain values: all that its file has."""
         return json_files.as_json(self, "profile")
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        snapshot: str | os.PathLike[str] | None = None,
+        points: int = 12,
+        others: OtherSteps | None = None,
+        explanation: Any = None,
+    ) -> Path:
+        """Write a page with a slider over budgets, and the plan for each.
+
+        It is one file that needs nothing from elsewhere. Returns its path.
+
+        Args:
+            path: the file to write, such as `"profile.html"`.
+            snapshot: a second file to write, such as `"profile.pickle"`: the predicted memory of a
+                plain step, for torch's page of memory snapshots (pytorch.org/memory_viz).
+            points: plans to look for, from the plain peak down to the smallest that works.
+            others: steps to draw beside the plans, by their names: the peak in bytes, and seconds.
+            explanation: what `rekindle.explain` returned, to be shown on the same page.
+        """
+        return as_page(self, PageRequest(path, snapshot, points, others, None, explanation))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON."""
