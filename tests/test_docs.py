@@ -2,8 +2,8 @@
 
 All Python blocks of a page are one program, `train.py`, as if a reader had pasted them one below
 the other. A block is run unless `<!-- not run -->` stands above it. What it prints is compared with
-the `text` block that follows it, or with its `# →` comments. A page of `docs/integrations` is
-skipped where its library is not installed.
+the `text` block that follows it, or with its `# →` comments. A page about a library is skipped
+where the library is not installed.
 """
 
 import contextlib
@@ -26,7 +26,13 @@ from rekindle.compat import patch
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-LIBRARIES = {"transformers": ["transformers", "accelerate"], "peft": ["peft", "transformers"]}
+LIBRARIES = {
+    "how-to/lora": ["peft", "transformers"],
+    "integrations/accelerate": ["accelerate"],
+    "integrations/lightning": ["lightning"],
+    "integrations/peft": ["peft", "transformers"],
+    "integrations/transformers": ["transformers", "accelerate"],
+}
 PROGRAM = "train.py"
 
 _BLOCK = re.compile(
@@ -44,6 +50,11 @@ class Block:
     code: str
     line: int
     output: str | None
+
+
+def name_of(page: Path) -> str:
+    """`how-to/lora` for docs/how-to/lora.md."""
+    return page.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/")
 
 
 def blocks_of(text: str) -> list[Block]:
@@ -95,13 +106,12 @@ def left_as_found() -> Iterator[None]:
         each.undo()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_code_of_a_page_runs_and_prints_what_the_page_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if page.parent.name == "integrations":
-        for library in LIBRARIES.get(page.stem, [page.stem]):
-            pytest.importorskip(library)
+    for library in LIBRARIES.get(name_of(page), []):
+        pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)  # trainers and plans write to where they are
     for block, printed in run(blocks_of(page.read_text())):
         if block.output is not None:
@@ -128,7 +138,7 @@ def test_output_is_compared(expected: str, same: bool) -> None:
     assert same_output(expected, "a 1 b  \n") is same
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_and_pages_that_a_page_links_to_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
