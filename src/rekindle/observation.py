@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle.sizes import format_bytes, format_count
+from rekindle.rows.row_tensor import runs_by_rows
 from rekindle.torch_private.dispatch_modes import TorchDispatchMode, is_traced, reads_metadata
 from rekindle.torch_private.module_calls import MODULE_CALL_METHODS
 
@@ -301,6 +302,8 @@ class OpMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if runs_by_rows(types):
+            return NotImplemented
         made = func(*args, **(kwargs or {}))
         if not (is_traced() or reads_metadata(func)):
             self.saw(func, made)

@@ -19,6 +19,7 @@ from rekindle.offload.saved_tensors import KeptTensor, unpack
 from rekindle.planner.instruments.memory_meter import LiveBytes, storages_of
 from rekindle.planner.placement import is_on
 from rekindle.planner.training_step import TrainingStep
+from rekindle.rows.row_tensor import runs_by_rows
 from rekindle.torch_private.dispatch_modes import (
     ASKS_DEVICE,
     TorchDispatchMode,
@@ -168,6 +169,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if runs_by_rows(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if func is ASKS_DEVICE or reads_metadata(func) or is_traced():
             return func(*args, **kwargs)

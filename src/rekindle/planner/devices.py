@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rekindle.regions.selective.op_kinds import OpKind, kind_of
 from rekindle.sizes import format_bytes
+from rekindle.rows.row_tensor import runs_by_rows
 from rekindle.torch_private.dispatch_modes import ASKS_DEVICE, TorchDispatchMode
 from rekindle.torch_private.op_types import packet_short_name, schema_of
 from rekindle.torch_private.pytrees import tree_leaves
@@ -160,6 +161,8 @@ class OpClock(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if runs_by_rows(types):
+            return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self._now += round(op_seconds(self._device, func, args, kwargs, out) * _UNITS)

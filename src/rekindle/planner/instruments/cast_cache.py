@@ -19,6 +19,7 @@ from torch import Tensor
 from rekindle.planner.nested_tensors import map_tensors
 from rekindle.regions.recompute import ambient
 from rekindle.regions.recompute.torch_state import entered
+from rekindle.rows.row_tensor import runs_by_rows
 from rekindle.torch_private.dispatch_modes import TorchDispatchMode, past_modes
 
 
@@ -112,6 +113,8 @@ class _LastCast(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if runs_by_rows(types):
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default:
             self.storage = out.untyped_storage()

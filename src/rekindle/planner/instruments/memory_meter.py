@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rekindle.rows.row_tensor import RowTensor, runs_by_rows
 from rekindle.torch_private.dispatch_modes import (
     TorchDispatchMode,
     entered_modes,
@@ -205,6 +206,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if runs_by_rows(types):
+            return NotImplemented
         communicates = getattr(func, "namespace", None) in _COMMUNICATING
         if communicates:
             self._see_sizes()
@@ -334,8 +337,11 @@ _has_parts: Callable[[Tensor], bool] = is_traceable_wrapper_subclass
 def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
     """Return the storages of a tensor; of a subclass that is made of others, those of its parts.
 
-    Empty for a tensor without storage, such as a sparse one.
+    Of a tensor that is computed by rows, those that it is computed from. Empty for a tensor without
+    storage, such as a sparse one.
     """
+    if isinstance(tensor, RowTensor):
+        return [leaf.tensor.untyped_storage() for leaf in tensor.node.leaves]
     if _has_parts(tensor) and not isinstance(tensor, FakeTensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = (getattr(tensor, name) for name in names)

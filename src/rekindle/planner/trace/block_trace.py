@@ -34,6 +34,7 @@ from rekindle.regions.selective.op_addresses import (
     is_parameter,
 )
 from rekindle.regions.selective.op_kinds import OpKind, can_be_run_again, kind_of
+from rekindle.rows.row_tensor import runs_by_rows
 from rekindle.strategy import OpAddress
 from rekindle.torch_private.dispatch_modes import (
     ASKS_DEVICE,
@@ -143,6 +144,8 @@ class _OpRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if runs_by_rows(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if func is ASKS_DEVICE or is_traced():  # traced: inside of an op that the block runs
             return func(*args, **kwargs)

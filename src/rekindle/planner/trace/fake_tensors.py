@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rekindle.errors import RekindleError
 from rekindle.planner.trace.emulate_cuda_ops import EmulateCudaOps
+from rekindle.rows.row_tensor import runs_by_rows
 from rekindle.torch_private.dispatch_modes import ASKS_DEVICE, TorchDispatchMode, past_modes
 from rekindle.torch_private.fake_mode import (
     DataDependentOutputException,
@@ -111,6 +112,8 @@ class _FakeUnlessSmallIntegers(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if runs_by_rows(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if func is ASKS_DEVICE:
             return func(*args, **kwargs)

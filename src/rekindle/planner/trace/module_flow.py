@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rekindle.planner.instruments.memory_meter import storages_of
 from rekindle.planner.nested_tensors import tensors_in
 from rekindle.planner.training_step import TrainingStep
+from rekindle.rows.row_tensor import runs_by_rows
 from rekindle.torch_private.dispatch_modes import TorchDispatchMode
 from rekindle.torch_private.dynamo_frames import no_graph_begins, within_compiled_code
 from rekindle.torch_private.pytrees import tree_leaves
@@ -155,6 +156,8 @@ class _FlowRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if runs_by_rows(types):
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         given = _keys((args, kwargs))
         sources = self._sources(given)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rekindle.regions.selective.op_addresses import is_parameter
+from rekindle.rows.row_tensor import runs_by_rows
 from rekindle.torch_private.dispatch_modes import (
     ASKS_DEVICE,
     TorchDispatchMode,
@@ -78,6 +79,8 @@ class OpDigests(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if runs_by_rows(types):
+            return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if self._open and _counts(func, args):
