@@ -60,7 +60,16 @@ def libraries(modules: set[str]) -> set[str]:
 def test_importing_rekindle_imports_what_training_needs_and_no_planner() -> None:
     assert rooms(imported_by("import rekindle")) == {
         *("_api", "compat", "compile", "errors", "losses", "module_attachment", "modules"),
-        *("observation", "offload", "policies", "regions", "sizes", "strategy", "strategy_json"),
+        *(
+            "observation",
+            "offload",
+            "policies",
+            "regions",
+            "rows",
+            "sizes",
+            "strategy",
+            "strategy_json",
+        ),
         "torch_private",
     }
 

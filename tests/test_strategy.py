@@ -16,6 +16,7 @@ from rekindle.strategy import (
     OpAddress,
     PlannedOps,
     Recompute,
+    Rows,
     SavedIndices,
     Selective,
     Strategy,
@@ -32,6 +33,8 @@ EACH: list[Strategy] = [
     SavedIndices((1,), count=3, modules=("mlp.act", "norm")),
     Offload(tier="disk", quota=1.0),
     Tile(4, Keep()),
+    Rows(),
+    Rows(exact=False),
     Selective(NumberedOps((1, 3), (2,), "disk")),
     Selective(
         policies.at("mlp", policies.keep(policies.MATMULS)) | policies.keep_inputs("aten::mm")

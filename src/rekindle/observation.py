@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rekindle.sizes import format_bytes, format_count
 from rekindle.rows.row_tensor import runs_by_rows
+from rekindle.sizes import format_bytes, format_count
 from rekindle.torch_private.dispatch_modes import TorchDispatchMode, is_traced, reads_metadata
 from rekindle.torch_private.module_calls import MODULE_CALL_METHODS
 

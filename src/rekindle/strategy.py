@@ -142,14 +142,38 @@ class Offload(Strategy):
 
 
 @dataclass(frozen=True, repr=False)
-class Tile(Strategy):
-    """The region runs in chunks of tokens, each by the strategy `inner`.
+class Rows(Strategy):
+    """The ops and the loss after a head take its logits a few rows at a time, forward and backward.
 
-    Nothing runs it yet: `modules/nested_strategies.py` refuses it.
+    Copies of the logits, such as in float32 or shifted, and their gradients never exist as a whole.
+    """
+
+    exact: bool = True
+    """True if the head itself runs as a whole: then numbers are bit for bit as without it. False:
+    it runs a few rows at a time, too, so that there are no logits at all, and the gradients of its
+    weights are added up in another order."""
+
+    def __str__(self) -> str:
+        return "rows" if self.exact else "rows, without logits"
+
+
+@dataclass(frozen=True, repr=False)
+class Tile(Strategy):
+    """The module runs on a share of its tokens at a time; backward runs each share again.
+
+    Its input is all that is held. Gradients of its parameters are added up share by share, in
+    float32: the last bits may differ. It has to treat each token by itself, as an MLP does; a
+    module that does not raises an error in its first call.
     """
 
     chunks: int
+    """The number of shares."""
     inner: Strategy = Recompute()
+    """The strategy of a share; there is no other than `Recompute()`."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.chunks, int) or isinstance(self.chunks, bool) or self.chunks < 1:
+            raise ValueError(f"chunks should be a whole number from 1 on, but got {self.chunks!r}")
 
     def __str__(self) -> str:
         return f"tile in {self.chunks} chunks, {self.inner}"

@@ -18,6 +18,7 @@ from rekindle.strategy import (
     OpAddress,
     PlannedOps,
     Recompute,
+    Rows,
     SavedIndices,
     Selective,
     Strategy,
@@ -209,6 +210,7 @@ _STRATEGIES: dict[str, type] = {
     "selective": Selective,
     "saved_indices": SavedIndices,
     "offload": Offload,
+    "rows": Rows,
     "tile": Tile,
 }
 _POLICIES: dict[str, type] = {"planned_ops": PlannedOps, "numbered_ops": NumberedOps}
@@ -237,6 +239,7 @@ _READERS: dict[type, dict[str, _Reader]] = {
         "on_full": _one_of(get_args(OnFull)),
         "derive": _read_bool,
     },
+    Rows: {"exact": _read_bool},
     Tile: {"chunks": _read_positive, "inner": from_json},
     PlannedOps: {"kept": _read_addresses, "offloaded": _read_addresses, "tier": _read_tier},
     NumberedOps: {"kept": _read_indices, "offloaded": _read_indices, "tier": _read_tier},

@@ -63,7 +63,7 @@ def test_offload_with_options_is_the_same_after_it_was_a_strategy(given: rekindl
 
 
 def test_an_unknown_word_is_refused_with_those_there_are() -> None:
-    message = r"one of \['keep', 'recompute', 'offload', 'spill'\], but got 'drop'"
+    message = r"one of \['keep', 'recompute', 'offload', 'spill', 'rows'\], but got 'drop'"
     with pytest.raises(ValueError, match=message):
         strategy_of("drop")
 
@@ -76,6 +76,7 @@ def test_an_unknown_word_is_refused_with_those_there_are() -> None:
         (Selective(policies.keep("aten::mm")), "keep('aten::mm')"),
         (SavedIndices((3, 1), (2,)), "<recompute saves [1, 3], offload saves [2], keep the rest>"),
         (Selective(NumberedOps((), (2,), "disk")), "<spill ops [2], recompute the rest>"),
+        (Tile(4), "tile in 4 chunks, recompute"),
     ],
     ids=repr,
 )
@@ -86,12 +87,3 @@ def test_a_strategy_is_applied_and_printed(strategy: Strategy, text: str) -> Non
     assert str(applied) == f"Stack\n  blocks.0-1: 2 x Block: {text}"
     model(torch.ones(2, 8)).sum().backward()
     rekindle.remove(model)
-
-
-@pytest.mark.parametrize("given", [Tile(4), {"blocks.0": Tile(4)}], ids=str)
-def test_tiles_are_refused_for_now(given: Any) -> None:
-    model = Stack(2)
-    with pytest.raises(rekindle.RekindleError, match="cannot run a module in chunks yet"):
-        rekindle.apply(model, given)
-    with pytest.raises(NotImplementedError, match=r"Tile\(chunks=4"):
-        rekindle.apply(model, given)

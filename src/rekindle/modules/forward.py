@@ -19,7 +19,9 @@ from torch import nn
 
 from rekindle.compile.checkpoint_call import checkpoint
 from rekindle.errors import RekindleError
+from rekindle.modules.heads import HeadEngine
 from rekindle.modules.strategy_engines import offload_context, runnable_policy
+from rekindle.modules.tiles import TileEngine
 from rekindle.modules.unwrapping import places
 from rekindle.offload.context import Offload as OffloadContext
 from rekindle.offload.context import keep_on_device
@@ -27,7 +29,7 @@ from rekindle.offload.owners import OffloaderSet, run_for_owner
 from rekindle.regions.base import run_under_hooks
 from rekindle.regions.saved_indices import SavedIndicesEngine, recomputed_modules
 from rekindle.regions.selective import graph_location
-from rekindle.strategy import Offload, Recompute, SavedIndices, Selective, Strategy
+from rekindle.strategy import Offload, Recompute, Rows, SavedIndices, Selective, Strategy, Tile
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_begins
 
 _WHY_GRAPH_BREAKS = (
@@ -77,6 +79,12 @@ class Forward:
         self._offload: OffloadContext | None = None
         if isinstance(strategy, Offload):
             self._offload = offload_context(strategy, self.offloaders)
+        self.engine: HeadEngine | TileEngine | None = None
+        """Runs the module by rows or in tiles."""
+        if isinstance(strategy, Rows):
+            self.engine = HeadEngine(self.__self__, strategy)
+        elif isinstance(strategy, Tile):
+            self.engine = TileEngine(self.__self__, strategy)
         self._by_index = None
         self._part_ids: frozenset[int] | None = None  # a copy's modules may not be there yet
         if isinstance(strategy, SavedIndices):
@@ -135,13 +143,17 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         strategy = self.strategy
         if torch.compiler.is_compiling():
+            forward = self.instance_forward or _traceable(self.__self__)
+            if _runs_as_it_is_in_graphs(strategy):
+                return forward(*args, **kwargs)
             if self.is_on and strategy is not None and not isinstance(strategy, _REGIONS):
                 break_graph(_WHY_GRAPH_BREAKS)
-            forward = self.instance_forward or _traceable(self.__self__)
         else:
             forward = self.__wrapped__
         if not self.is_on or strategy is None or (self.is_part and not self._is_named()):
             return forward(*args, **kwargs)
+        if self.engine is not None:
+            return self.engine.run(forward, args, kwargs)
         if self._by_index is not None and not torch.compiler.is_compiling():
             return self._by_index.run(forward, args, kwargs, self._parts())
         if not isinstance(strategy, _REGIONS):
@@ -162,9 +174,9 @@ class Forward:
         return self._part_ids
 
     def _is_named(self) -> bool:
-        """True if the region that runs around the module names it; in a graph none does."""
+        """True if the region that runs around the module names it; in a graph, it always does."""
         if torch.compiler.is_compiling():
-            return False
+            return True
         return id(self.__self__) in recomputed_modules.get()
 
     def _run_as_region(
@@ -193,6 +205,17 @@ class Forward:
         module = copy.deepcopy(self.__self__, memo)
         held = copy.deepcopy((self.instance_forward, self.offloaders), memo)
         return Forward(module, self.strategy, *held, self.is_part)
+
+
+def _runs_as_it_is_in_graphs(strategy: Strategy | None) -> bool:
+    """True if a module runs as it is in a graph: a compiler fuses what it would split up.
+
+    What one op makes again from other saved tensors, a compiler finds by itself, and the modules
+    inside that are recomputed are regions of their own.
+    """
+    if isinstance(strategy, SavedIndices):
+        return not strategy.offloaded
+    return isinstance(strategy, Rows | Tile)
 
 
 @no_graph_begins

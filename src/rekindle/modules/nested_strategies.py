@@ -3,24 +3,30 @@
 Note [A strategy inside another]. A region that is recomputed or has a policy drops what its policy
 does not keep, so the strategies of modules inside it become part of its policy. A module that is
 recomputed is a region of its own there. Inside a module that is offloaded, a region stays a region,
-and a module that keeps its activations is exempt from the offloading.
+and a module that keeps its activations is exempt from the offloading. A module that runs in tiles
+does so inside a region that is recomputed, too: its input is what the region holds of it. A head
+inside a region runs as it is, and so does whatever follows it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rekindle import policies
-from rekindle.errors import RekindleError
 from rekindle.modules.patterns import is_inside
 from rekindle.modules.strategy_engines import offload_context, runnable_policy
 from rekindle.policies import Policy
 from rekindle.regions.selective.decisions import Decision
 from rekindle.regions.selective.eager_location import SelectiveCheckpointContext
-from rekindle.strategy import Keep, Offload, Recompute, SavedIndices, Selective, Strategy, Tile
-
-
-class TileNotAvailableError(RekindleError, NotImplementedError):
-    """A strategy to run a region in chunks was given, which no engine does yet."""
+from rekindle.strategy import (
+    Keep,
+    Offload,
+    Recompute,
+    Rows,
+    SavedIndices,
+    Selective,
+    Strategy,
+    Tile,
+)
 
 
 def strategies_to_run(wanted: Mapping[str, Strategy]) -> dict[str, Strategy]:
@@ -30,24 +36,39 @@ def strategies_to_run(wanted: Mapping[str, Strategy]) -> dict[str, Strategy]:
     """
     run: dict[str, Strategy] = {}
     for path, strategy in wanted.items():
-        if isinstance(strategy, Tile):
-            raise TileNotAvailableError(
-                f"{path or 'the model'} is given {strategy!r}, but rekindle cannot run a module in "
-                "chunks yet: give it another strategy"
-            )
         around = [wanted[outer] for outer in wanted if is_inside(path, outer)]
+        if isinstance(strategy, Tile | Rows):
+            _check_split(path, strategy, around)
+            run[path] = strategy
+            continue
         if any(map(_is_region, around)) and not isinstance(strategy, Recompute):
             continue
         parts = {
             inner.removeprefix(f"{path}.") if path else inner: part
             for inner, part in wanted.items()
-            if is_inside(inner, path) and not isinstance(part, Recompute)
+            if is_inside(inner, path) and not isinstance(part, Recompute | Tile | Rows)
         }
         if _is_region(strategy) and parts:
             run[path] = _joined(strategy, parts)
         elif not isinstance(strategy, Keep) or any(isinstance(each, Offload) for each in around):
             run[path] = strategy
     return run
+
+
+def _check_split(path: str, strategy: Tile | Rows, around: list[Strategy]) -> None:
+    """Raise a `ValueError` for a module that cannot run in tiles, or by rows, where it is."""
+    where = path or "the model"
+    if isinstance(strategy, Tile) and strategy.inner != Recompute():
+        raise ValueError(
+            f"{where} is given {strategy!r}: a tile is recomputed, so inner=Recompute() is the "
+            "only one there is"
+        )
+    if any(isinstance(each, Selective) for each in around):
+        raise ValueError(
+            f"{where} is given {strategy!r} inside a module that has a policy: a policy decides "
+            "for each op, and a module that runs in parts has other ops. Recompute the module "
+            "around it, or leave one of the two out"
+        )
 
 
 def _is_region(strategy: Strategy) -> bool:

@@ -11,6 +11,7 @@ from rekindle.strategy import (
     Offload,
     PlannedOps,
     Recompute,
+    Rows,
     Selective,
     Strategy,
 )
@@ -23,6 +24,7 @@ _WORDS: dict[str, Strategy] = {
     "recompute": Recompute(),
     "offload": Offload(tier="host", quota=1.0),
     "spill": Offload(tier="disk", quota=1.0),
+    "rows": Rows(),
 }
 
 
@@ -48,6 +50,6 @@ def strategy_of(spelling: Any) -> Strategy:
     if isinstance(spelling, OffloadContext):
         return spelling.strategy
     raise TypeError(
-        "A module is given a strategy (keep, recompute, offload, spill), a policy or "
+        "A module is given a strategy (keep, recompute, offload, spill, rows), a policy or "
         f"rekindle.offload(...), but got {type(spelling).__name__}"
     )

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from rekindle.regions.selective.op_kinds import OpKind, kind_of
-from rekindle.sizes import format_bytes
 from rekindle.rows.row_tensor import runs_by_rows
+from rekindle.sizes import format_bytes
 from rekindle.torch_private.dispatch_modes import ASKS_DEVICE, TorchDispatchMode
 from rekindle.torch_private.op_types import packet_short_name, schema_of
 from rekindle.torch_private.pytrees import tree_leaves
