@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from rekindle import policies, strategy
 from rekindle._api.checkpoint import checkpoint, checkpoint_sequential
-from rekindle._api.losses import linear_cross_entropy, linear_log_probs, linear_per_token
+from rekindle._api.losses import linear_cross_entropy, linear_log_probs
+from rekindle._api.per_token import linear_per_token
 from rekindle._api.selective import create_selective_checkpoint_contexts, name
 from rekindle.compat.patch import patch_torch
 from rekindle.errors import CheckpointError, OffloadError, RekindleError

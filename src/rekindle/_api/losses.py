@@ -1,16 +1,17 @@
-"""`linear_cross_entropy`, `linear_log_probs` and `linear_per_token`: head and loss in one."""
+"""`linear_cross_entropy` and `linear_log_probs`: head and loss in one."""
 
-from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import Tensor
 
 from rekindle._api.loss_checks import check_cross_entropy, check_head, check_labels, check_tile
-from rekindle.losses.by_autograd import Autocast, ByAutograd
 from rekindle.losses.cross_entropy import CrossEntropy, Reduction
-from rekindle.losses.head_values import head_of, loss_dtype, tile_rows, values_of_tokens
+from rekindle.losses.head_values import (
+    cross_entropy_of_tokens,
+    loss_dtype,
+    values_of_tokens,
+)
 from rekindle.losses.log_prob_rows import LogProbRows
-from rekindle.losses.summed import Sum, sum_of_head
 
 
 def linear_cross_entropy(
@@ -63,20 +64,10 @@ def linear_cross_entropy(
     check_tile(tile)
     check_cross_entropy(weight, class_weight, label_smoothing, softcap, reduction)
     loss = CrossEntropy(ignore_index, label_smoothing, z_loss, softcap, reduction)
-    classes, dtype = len(weight), loss_dtype(weight)
-    class_weight = None if class_weight is None else class_weight.detach().to(dtype)
-    function, flat = loss.rows(dtype), labels.reshape(-1)
-    args = flat, class_weight
-    if not exact and reduction != "none":
-        of = Sum(
-            function,
-            loss.coefficients(classes),
-            loss.total(flat, class_weight, dtype),
-            lambda values: loss.reduce(values, flat, class_weight, classes),
-        )
-        return sum_of_head(of, head_of(hidden, weight, bias), args, rows=tile_rows(weight, tile))
-    values = values_of_tokens(function, hidden, weight, bias, args, exact=exact, tile=tile)
-    found = loss.reduce(values, flat, class_weight, classes)
+    if class_weight is not None:
+        class_weight = class_weight.detach().to(loss_dtype(weight))
+    args = labels.reshape(-1), class_weight
+    found = cross_entropy_of_tokens(loss, hidden, weight, bias, args, exact=exact, tile=tile)
     return found.reshape(labels.shape) if reduction == "none" else found
 
 
@@ -158,54 +149,3 @@ def linear_log_probs(
     )
     log_probs = -nll.reshape(labels.shape)
     return (log_probs, found.reshape(labels.shape)) if entropy else log_probs
-
-
-def linear_per_token(
-    hidden: Tensor,
-    weight: Tensor,
-    function: Callable[..., Any],
-    *args: Any,
-    bias: Tensor | None = None,
-    exact: bool = True,
-    tile: int | None = None,
-) -> Any:
-    """`function(linear(hidden, weight, bias), *args)`, a tile of tokens at a time.
-
-    For any loss or log-probability per token. `function` gets logits of shape (tokens, classes) and
-    returns a tensor with a row per token, or a container of such tensors; each row depends on the
-    logits and arguments of its token alone. Gradients reach hidden states, weight, bias and
-    arguments. Memory and accuracy are as for `linear_cross_entropy`.
-
-    >>> import torch, rekindle
-    >>> hidden, weight = torch.randn(2, 6, 8), torch.randn(100, 8, requires_grad=True)
-    >>> teacher = torch.randn(2, 6, 100).log_softmax(-1)
-    >>> def distill(logits, teacher):
-    ...     log_probs = logits.float().log_softmax(-1)
-    ...     return (teacher.exp() * (teacher - log_probs)).sum(-1)
-    >>> rekindle.linear_per_token(hidden, weight, distill, teacher).mean().backward()
-
-    Args:
-        hidden: hidden states, (..., features).
-        weight: the head's weight, (classes, features).
-        function: runs on each tile in forward, and again in backward. It uses no trainable tensor
-            but its arguments, and draws no random numbers.
-        *args: tensors whose first dimensions are those of `hidden` are cut into tiles; everything
-            else is given to each tile whole.
-        bias: the head's bias, (classes,).
-        exact: as for `linear_cross_entropy`. With `False`, backward runs the matmul again.
-        tile: as for `linear_cross_entropy`.
-    """
-    check_head(hidden, weight, bias)
-    check_tile(tile)
-    leading = hidden.shape[:-1]
-    by_token = [
-        isinstance(arg, Tensor) and arg.dim() > 0 and arg.shape[: len(leading)] == leading
-        for arg in args
-    ]
-    flat = [
-        arg.reshape(-1, *arg.shape[len(leading) :]) if by else arg
-        for arg, by in zip(args, by_token, strict=True)
-    ]
-    rows = ByAutograd(function, by_token, Autocast.now(hidden.device.type))
-    values = values_of_tokens(rows, hidden, weight, bias, flat, exact=exact, tile=tile)
-    return rows.structure.unflatten([v.reshape(*leading, *v.shape[1:]) for v in values])

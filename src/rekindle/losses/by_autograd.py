@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rekindle.errors import RekindleError
+from rekindle.losses.gradients import gradients
 from rekindle.losses.row_function import Pullback, Values
 from rekindle.torch_private.pytrees import tree_flatten
 
@@ -44,11 +45,14 @@ class ByAutograd:
         values = self._run(logits.detach(), given)
         if any(value.requires_grad for value in values):
             raise RekindleError(
-                f"{_name(self.function)} uses tensors that require a gradient and are not among "
+                f"{name_of(self.function)} uses tensors that require a gradient and are not among "
                 "its arguments: they would get none. Pass them as arguments: "
                 "linear_per_token(hidden, weight, function, tensor)."
             )
         return values
+
+    def plain(self, logits: Tensor, args: Sequence[Any]) -> Values:
+        return self._run(logits, args)
 
     def vjp(self, logits: Tensor, args: Sequence[Any]) -> tuple[Values, Pullback]:
         leaf = logits.detach().requires_grad_()
@@ -59,24 +63,7 @@ class ByAutograd:
         values = self._run(leaf, given)
 
         def pullback(grads: Values) -> tuple[Tensor, Values]:
-            wanted = [arg for arg in given if isinstance(arg, Tensor) and arg.requires_grad]
-            pairs = [
-                (value, grad)
-                for value, grad in zip(values, grads, strict=True)
-                if grad is not None and value.requires_grad
-            ]
-            found: Sequence[Tensor | None] = [None] * (1 + len(wanted))
-            if pairs:
-                outputs, given_grads = zip(*pairs, strict=True)
-                found = torch.autograd.grad(
-                    outputs, [leaf, *wanted], given_grads, allow_unused=True
-                )
-            of_logits, *of_wanted = found
-            rest = iter(of_wanted)
-            of_args = [
-                next(rest) if isinstance(arg, Tensor) and arg.requires_grad else None
-                for arg in given
-            ]
+            of_logits, *of_args = gradients(values, (leaf, *given), grads)
             return torch.zeros_like(leaf) if of_logits is None else of_logits, of_args
 
         return values, pullback
@@ -88,12 +75,13 @@ class ByAutograd:
             if not isinstance(value, Tensor) or value.shape[:1] != logits.shape[:1]:
                 found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise RekindleError(
-                    f"{_name(self.function)} should return tensors with a row per token, so with "
+                    f"{name_of(self.function)} should return tensors with a row per token, so with "
                     f"{len(logits)} rows for logits of shape {list(logits.shape)}, but returned "
                     f"{found}. If it reduces over tokens, do so with what linear_per_token returns."
                 )
         return values
 
 
-def _name(function: Any) -> str:
+def name_of(function: Any) -> str:
+    """The name of a function, for an error."""
     return getattr(function, "__qualname__", type(function).__name__)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from rekindle.losses.log_prob_rows import LogProbRows
 from rekindle.losses.row_function import Values
+from rekindle.losses.summed import Sum
 
 Reduction: TypeAlias = Literal["none", "mean", "sum"]
 
@@ -37,10 +38,17 @@ class CrossEntropy:
             lse_squared=self.z_loss != 0,
         )
 
-    def coefficients(self, classes: int) -> tuple[float, float, float, float]:
-        """The factor of each of `TokenValues` in the sum."""
+    def as_sum(
+        self, labels: Tensor, class_weight: Tensor | None, classes: int, dtype: torch.dtype
+    ) -> Sum:
+        """The loss as a sum over tokens, in `dtype`."""
         smoothing = self.label_smoothing
-        return 1 - smoothing, smoothing / classes, self.z_loss, 0.0
+        return Sum(
+            self.rows(dtype),
+            (1 - smoothing, smoothing / classes, self.z_loss, 0.0),
+            self.total(labels, class_weight, dtype),
+            lambda values: self.reduce(values, labels, class_weight, classes),
+        )
 
     def total(self, labels: Tensor, class_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The number that the sum is divided by."""

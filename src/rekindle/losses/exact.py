@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from rekindle.losses.gradients import gradients
 from rekindle.losses.row_function import (
     RowFunction,
     Values,
@@ -25,7 +25,7 @@ from rekindle.losses.row_function import (
     save_args,
     saved_args,
 )
-from rekindle.losses.tiles import EXACT_BYTES, rows_within, tiles_of
+from rekindle.losses.tiles import tiles_of
 from rekindle.torch_private.autograd_graph import keep_graph
 
 
@@ -34,15 +34,13 @@ def values_of_logits(
     logits: Tensor,
     args: Sequence[Any],
     *,
-    rows: int | None = None,
+    rows: int,
     owned: bool = False,
 ) -> tuple[Any, ...]:
     """Values per token of `logits` (tokens, classes), with a graph, `rows` at a time.
 
     `owned` says that nothing else uses the logits: Note [Who may write over logits].
     """
-    if rows is None:
-        rows = rows_within(EXACT_BYTES, logits.shape[1], max(logits.itemsize, 4))
     values: tuple[Any, ...] = _ByRows.apply(  # type: ignore[no-untyped-call]
         function, rows, owned, logits, *args
     )
@@ -57,25 +55,46 @@ class _ByRows(torch.autograd.Function):
         ctx.function, ctx.rows, ctx.owned = function, rows, owned
         save_args(ctx, (logits, *args))
         ctx.set_materialize_grads(False)
-        return join(
-            [
-                function.forward(logits[tile], rows_of(function, args, tile))
-                for tile in tiles_of(len(logits), rows)
-            ]
-        )
+        return forward_by_rows(function, logits, args, rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        function: RowFunction = ctx.function
         logits, *args = saved_args(ctx)
-        grad = logits if ctx.owned and not keep_graph() else torch.empty_like(logits)
-        of_args: list[Values] = []
-        for tile in tiles_of(len(logits), ctx.rows):
-            _, pullback = function.vjp(logits[tile], rows_of(function, args, tile))
-            of_logits, of_tile = pullback([g if g is None else g[tile] for g in grads])
-            del pullback  # with the tiles that it holds
-            grad[tile] = of_logits
-            del of_logits
-            of_args.append(of_tile)
-        return None, None, None, grad, *join_gradients(function, of_args)
+        if torch.is_grad_enabled():  # backward with `create_graph=True`: by plain ops
+            values = ctx.function.plain(logits, args)
+            return None, None, None, *gradients(values, (logits, *args), grads, create_graph=True)
+        out = logits if ctx.owned and not keep_graph() else torch.empty_like(logits)
+        of_args = backward_by_rows(ctx.function, logits, args, ctx.rows, grads, out)
+        return None, None, None, out, *of_args
+
+
+def forward_by_rows(
+    function: RowFunction, logits: Tensor, args: Sequence[Any], rows: int
+) -> tuple[Tensor | None, ...]:
+    """Values of all tokens, without a graph."""
+    return join(
+        [
+            function.forward(logits[tile], rows_of(function, args, tile))
+            for tile in tiles_of(len(logits), rows)
+        ]
+    )
+
+
+def backward_by_rows(
+    function: RowFunction,
+    logits: Tensor,
+    args: Sequence[Any],
+    rows: int,
+    grads: Values,
+    out: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the arguments; that of the logits is written to `out`, which may be they."""
+    of_args: list[Values] = []
+    for tile in tiles_of(len(logits), rows):
+        _, pullback = function.vjp(logits[tile], rows_of(function, args, tile))
+        of_logits, of_tile = pullback([g if g is None else g[tile] for g in grads])
+        del pullback  # with the tiles that it holds
+        out[tile] = of_logits
+        del of_logits
+        of_args.append(of_tile)
+    return join_gradients(function, of_args)

@@ -27,6 +27,10 @@ class Head:
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return Head(self.hidden, self.weight.to(self.dtype), bias, self.dtype)
 
+    def all_logits(self) -> Tensor:
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            return self.in_dtype().logits(slice(None))
+
     def logits(self, tile: slice) -> Tensor:
         return functional.linear(self.hidden[tile].to(self.dtype), self.weight, self.bias)
 

@@ -50,6 +50,9 @@ class LogProbRows:
         x, _ = self._scale(logits)
         return self._values(x, functional.log_softmax(x, -1), labels, class_weight)[0]
 
+    def plain(self, logits: Tensor, args: Sequence[Any]) -> TokenValues:
+        return self.forward(logits, args)
+
     def vjp(self, logits: Tensor, args: Sequence[Any]) -> tuple[TokenValues, Pullback]:
         labels, class_weight = args
         x, tanh = self._scale(logits)

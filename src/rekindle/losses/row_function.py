@@ -26,6 +26,9 @@ class RowFunction(Protocol):
     def forward(self, logits: Tensor, args: Sequence[Any]) -> Values:
         """Values, each with a row per row of `logits`."""
 
+    def plain(self, logits: Tensor, args: Sequence[Any]) -> Values:
+        """The values with a graph, as if autograd ran the function as it is."""
+
     def vjp(self, logits: Tensor, args: Sequence[Any]) -> tuple[Values, Pullback]:
         """Values, and the function that gives back their gradients; outside of autograd."""
 

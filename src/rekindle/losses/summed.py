@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from rekindle.errors import RekindleError
 from rekindle.losses.head_tiles import Head, HeadGradients
 from rekindle.losses.row_function import RowFunction, Values, join, rows_of
 from rekindle.losses.tiles import tiles_of
@@ -42,7 +42,7 @@ def sum_of_head(of: Sum, head: Head, args: Sequence[Any], *, rows: int) -> Tenso
             of, rows, head.dtype, args, *tensors
         )
         return loss
-    return _run(of, head, args, rows, None)
+    return sum_by_tiles(of, head, args, rows, None)
 
 
 class _Summed(torch.autograd.Function):
@@ -59,16 +59,20 @@ class _Summed(torch.autograd.Function):
     ) -> Tensor:
         head = Head(hidden, weight, bias, dtype)
         found = HeadGradients(head, ctx.needs_input_grad[4:])
-        loss = _run(of, head, args, rows, found)
+        loss = sum_by_tiles(of, head, args, rows, found)
         ctx.dtypes = [
             tensor if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)
         ]
-        ctx.save_for_backward(found.hidden, found.weight, found.bias, _power_of_two(of.total))
+        ctx.save_for_backward(found.hidden, found.weight, found.bias, power_of_two(of.total))
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RekindleError(
+                "A tiled loss has no second derivative: its gradient was made in forward. Call "
+                "linear_cross_entropy with exact=True, or backward without create_graph=True."
+            )
         *found, power = ctx.saved_tensors
         scale, last = grad / power, not keep_graph()
         return (
@@ -83,13 +87,13 @@ class _Summed(torch.autograd.Function):
         )
 
 
-def _run(
+def sum_by_tiles(
     of: Sum, head: Head, args: Sequence[Any], rows: int, found: HeadGradients | None
 ) -> Tensor:
     """The sum; and `found` gets the gradients, each times the power of two of the total."""
     tiles: list[Values] = []
     with torch.autocast(head.hidden.device.type, enabled=False):
-        scale = _power_of_two(of.total) / of.total  # Note [The scale is a power of two]
+        scale = power_of_two(of.total) / of.total  # Note [The scale is a power of two]
         head = head.in_dtype()
         for tile in tiles_of(len(head.hidden), rows):
             given = rows_of(of.function, args, tile)
@@ -109,7 +113,7 @@ def _run(
         return of.finish(join(tiles))
 
 
-def _power_of_two(total: Tensor) -> Tensor:
+def power_of_two(total: Tensor) -> Tensor:
     """The power of two that is `total`, or next above it; 1 for 0."""
     mantissa, _ = torch.frexp(total)
     return torch.where(total == 0, torch.ones_like(total), total / mantissa)

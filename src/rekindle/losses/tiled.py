@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from rekindle.losses.gradients import gradients
 from rekindle.losses.head_tiles import Head, HeadGradients
 from rekindle.losses.row_function import (
     RowFunction,
@@ -49,30 +49,51 @@ class _ByTiles(torch.autograd.Function):
         ctx.function, ctx.rows, ctx.dtype = function, rows, dtype
         save_args(ctx, (hidden, weight, bias, *args))
         ctx.set_materialize_grads(False)
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = Head(hidden, weight, bias, dtype).in_dtype()
-            return join(
-                [
-                    function.forward(head.logits(tile), rows_of(function, args, tile))
-                    for tile in tiles_of(len(hidden), rows)
-                ]
-            )
+        return forward_by_tiles(function, Head(hidden, weight, bias, dtype), args, rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        function: RowFunction = ctx.function
-        hidden, weight, bias, *args = saved_args(ctx)
-        of_args: list[Values] = []
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = Head(hidden, weight, bias, ctx.dtype).in_dtype()
-            found = HeadGradients(head, ctx.needs_input_grad[3:6])
-            for tile in tiles_of(len(hidden), ctx.rows):
-                _, pullback = function.vjp(head.logits(tile), rows_of(function, args, tile))
-                of_logits, of_tile = pullback([g if g is None else g[tile] for g in grads])
-                del pullback  # with the tiles that it holds
-                found.add(of_logits, tile, head)
-                of_args.append(of_tile)
-                del of_logits
-        of_head = found.in_dtypes_of(hidden, weight, bias)
-        return None, None, None, *of_head, *join_gradients(function, of_args)
+        hidden, weight, bias, *args = inputs = saved_args(ctx)
+        head = Head(hidden, weight, bias, ctx.dtype)
+        if torch.is_grad_enabled():  # backward with `create_graph=True`: by plain ops
+            values = ctx.function.plain(head.all_logits(), args)
+            return None, None, None, *gradients(values, inputs, grads, create_graph=True)
+        found = HeadGradients(head, ctx.needs_input_grad[3:6])
+        of_args = backward_by_tiles(ctx.function, head, args, ctx.rows, grads, found)
+        return None, None, None, *found.in_dtypes_of(hidden, weight, bias), *of_args
+
+
+def forward_by_tiles(
+    function: RowFunction, head: Head, args: Sequence[Any], rows: int
+) -> tuple[Tensor | None, ...]:
+    """Values of all tokens, without a graph."""
+    with torch.autocast(head.hidden.device.type, enabled=False):
+        head = head.in_dtype()
+        return join(
+            [
+                function.forward(head.logits(tile), rows_of(function, args, tile))
+                for tile in tiles_of(len(head.hidden), rows)
+            ]
+        )
+
+
+def backward_by_tiles(
+    function: RowFunction,
+    head: Head,
+    args: Sequence[Any],
+    rows: int,
+    grads: Values,
+    found: HeadGradients,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the arguments; those of the head are added to `found`."""
+    of_args: list[Values] = []
+    with torch.autocast(head.hidden.device.type, enabled=False):
+        head = head.in_dtype()
+        for tile in tiles_of(len(head.hidden), rows):
+            _, pullback = function.vjp(head.logits(tile), rows_of(function, args, tile))
+            of_logits, of_tile = pullback([g if g is None else g[tile] for g in grads])
+            del pullback  # with the tiles that it holds
+            found.add(of_logits, tile, head)
+            del of_logits
+            of_args.append(of_tile)
+    return join_gradients(function, of_args)
