@@ -77,7 +77,19 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: Path)
     files = [path for path in SOURCE.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert SOURCE / "py.typed" in files
     packaged = [name for name in names_in_wheel(built) if ".dist-info/" not in name]
-    assert sorted(packaged) == sorted(path.relative_to(ROOT / "src").as_posix() for path in files)
+    expected = [path.relative_to(ROOT / "src").as_posix() for path in files]
+    assert sorted(packaged) == sorted([*expected, "_rekindle_pytest.py"])
+
+
+def test_pytest_finds_the_plugin_of_an_installed_wheel(built: Path, tmp_path: Path) -> None:
+    install(built, "*.whl", tmp_path)
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import pytest; status = pytest.main(['--markers', '-p', 'no:cacheprovider'])\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.exit(status)"
+    )
+    assert "@pytest.mark.peak(limit=None, " in run("-c", program, cwd=tmp_path)
 
 
 def test_the_wheel_holds_the_licence(built: Path) -> None:

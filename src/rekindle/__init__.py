@@ -4,6 +4,7 @@ Public are the names in `__all__`, which `dir(rekindle)` shows, and these module
 
     rekindle.policies          values that decide op by op what is kept
     rekindle.strategy          values that say what is done with the activations of a module
+    rekindle.testing           `assert_peak`, for tests of a step's memory
     rekindle.integrations.*    transformers, accelerate, peft, Lightning
     rekindle.compat.*          torch's names for checkpoints and wrappers, on rekindle's engines
 
