@@ -20,7 +20,7 @@ LOOKED_FOR = {
     "fullgraph": "compile/",
     "rematerialization": "reference/keywords/",
     "selective activation checkpointing": "reference/keywords/",
-    "deepspeed": "reference/keywords/",
+    "deepspeed": "",
 }
 """A word, and a page that has to be among those that a search for it finds."""
 
@@ -72,3 +72,13 @@ def test_no_page_fetches_anything_from_elsewhere(site: Path) -> None:
             r'<(?:script|img|link|iframe)[^>]*(?:src|href)="(https?:[^"]*)"', page.read_text()
         )
         assert fetched == [], page
+
+
+def comparison(page: Path) -> str:
+    text = page.read_text()
+    return text[text.index("<!-- comparison -->") : text.index("<!-- comparison end -->")]
+
+
+def test_the_comparison_of_the_readme_is_that_of_the_home_page() -> None:
+    in_readme = comparison(ROOT / "README.md").replace("](docs/", "](")
+    assert in_readme == comparison(ROOT / "docs" / "index.md")
