@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.cuda import _memory_viz
 
 import rekindle
 from rekindle.report.snapshot import snapshot_of_explanation, snapshot_of_plan
-from tests.explanation.models import gpt
 from tests.planner.random_profiles import random_profile
+from tests.report.cases import explanation
 
 pytest.importorskip("scipy")
 
@@ -37,22 +36,14 @@ def highest(snapshot: dict[str, Any]) -> int:
     return most
 
 
-@pytest.fixture(scope="module")
-def explanation() -> rekindle.Explanation:
-    torch.manual_seed(0)
-    return rekindle.explain(*gpt(), device="meta", like="H100")
-
-
-def snapshots(explanation: rekindle.Explanation) -> list[dict[str, Any]]:
+def snapshots() -> list[dict[str, Any]]:
     profile = random_profile(3, blocks=6)
     plan = rekindle.frontier(profile, 3)[1].plan
-    return [snapshot_of_explanation(explanation), snapshot_of_plan(profile, plan)]
+    return [snapshot_of_explanation(explanation()), snapshot_of_plan(profile, plan)]
 
 
-def test_the_storages_of_a_step_peak_where_the_explanation_does(
-    explanation: rekindle.Explanation,
-) -> None:
-    assert highest(snapshot_of_explanation(explanation)) == explanation.peak
+def test_the_storages_of_a_step_peak_where_the_explanation_does() -> None:
+    assert highest(snapshot_of_explanation(explanation())) == explanation().peak
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -62,19 +53,19 @@ def test_a_plan_peaks_where_it_is_predicted_to(seed: int) -> None:
         assert highest(snapshot_of_plan(profile, point.plan)) == point.peak
 
 
-def test_torch_sums_up_the_segments(explanation: rekindle.Explanation) -> None:
-    for snapshot in snapshots(explanation):
+def test_torch_sums_up_the_segments() -> None:
+    for snapshot in snapshots():
         assert "segments: 1" in _memory_viz.segsum(snapshot)
 
 
-def test_torch_lists_every_event(explanation: rekindle.Explanation) -> None:
-    for snapshot in snapshots(explanation):
+def test_torch_lists_every_event() -> None:
+    for snapshot in snapshots():
         count = len(snapshot["device_traces"][0])
         assert f"{count} entries" in _memory_viz.trace(snapshot)
 
 
-def test_torch_draws_a_flame_graph_of_lines_and_ops(explanation: rekindle.Explanation) -> None:
-    snapshot = snapshot_of_explanation(explanation)
+def test_torch_draws_a_flame_graph_of_lines_and_ops() -> None:
+    snapshot = snapshot_of_explanation(explanation())
     found = _memory_viz.memory(snapshot, format_flamegraph=lambda lines: lines)
     assert "parameters, gradients, optimizer, batch" in found
     frames = [frame for event in snapshot["device_traces"][0] for frame in event["frames"]]
@@ -84,24 +75,22 @@ def test_torch_draws_a_flame_graph_of_lines_and_ops(explanation: rekindle.Explan
     assert own["line"] > 0
 
 
-def test_torch_makes_a_page_of_the_trace(explanation: rekindle.Explanation) -> None:
-    for snapshot in snapshots(explanation):
+def test_torch_makes_a_page_of_the_trace() -> None:
+    for snapshot in snapshots():
         assert "Active Memory Timeline" in _memory_viz.trace_plot(snapshot)
 
 
-def test_the_file_has_no_opcode_that_torchs_page_does_not_read(
-    explanation: rekindle.Explanation, tmp_path: Path
-) -> None:
-    explanation.report(tmp_path / "page.html", snapshot=tmp_path / "step.pickle", points=2)
+def test_the_file_has_no_opcode_that_torchs_page_does_not_read(tmp_path: Path) -> None:
+    explanation().report(tmp_path / "page.html", snapshot=tmp_path / "step.pickle", points=2)
     content = (tmp_path / "step.pickle").read_bytes()
     opcodes = {opcode.name for opcode, _, _ in pickletools.genops(content)}
     assert opcodes <= set(READ_BY_TORCHS_PAGE.split())
     assert content[1] == 4  # of torch's page, the highest protocol
-    assert pickle.loads(content) == snapshot_of_explanation(explanation)
+    assert pickle.loads(content) == snapshot_of_explanation(explanation())
 
 
-def test_every_block_is_in_the_segment(explanation: rekindle.Explanation) -> None:
-    for snapshot in snapshots(explanation):
+def test_every_block_is_in_the_segment() -> None:
+    for snapshot in snapshots():
         (segment,) = snapshot["segments"]
         begin, end = segment["address"], segment["address"] + segment["total_size"]
         events = snapshot["device_traces"][0]
@@ -109,8 +98,8 @@ def test_every_block_is_in_the_segment(explanation: rekindle.Explanation) -> Non
         assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
 
 
-def test_no_two_storages_overlap(explanation: rekindle.Explanation) -> None:
-    for snapshot in snapshots(explanation):
+def test_no_two_storages_overlap() -> None:
+    for snapshot in snapshots():
         alive: dict[int, int] = {}
         for event in snapshot["device_traces"][0]:
             if event["action"] == "alloc":
@@ -122,10 +111,8 @@ def test_no_two_storages_overlap(explanation: rekindle.Explanation) -> None:
             assert all(end <= begin for end, (begin, _) in zip(ends, places[1:], strict=False))
 
 
-def test_a_loaded_explanation_has_no_storages_for_a_snapshot(
-    explanation: rekindle.Explanation, tmp_path: Path
-) -> None:
-    explanation.save(tmp_path / "found.json")
+def test_a_loaded_explanation_has_no_storages_for_a_snapshot(tmp_path: Path) -> None:
+    explanation().save(tmp_path / "found.json")
     loaded = rekindle.Explanation.load(tmp_path / "found.json")
     with pytest.raises(ValueError, match="has no single storages"):
         loaded.report(tmp_path / "page.html", snapshot=tmp_path / "step.pickle")

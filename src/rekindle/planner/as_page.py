@@ -26,6 +26,15 @@ class PageRequest:
     """The profile of a plan that was loaded without one."""
     explanation: Any = None
 
+    def __post_init__(self) -> None:
+        """Refuse what would fail after plans were solved for."""
+        for path in (self.path, self.snapshot):
+            folder = Path("." if path is None else path).parent
+            if not folder.is_dir():
+                raise FileNotFoundError(f"There is no folder {folder} to write {path} to")
+        if not isinstance(self.points, int) or isinstance(self.points, bool) or self.points < 1:
+            raise ValueError(f"points should be a whole number from 1 on, but got {self.points!r}")
+
 
 @singledispatch
 def as_page(value: object, request: PageRequest) -> Path:

@@ -115,7 +115,16 @@ def device_of(device: torch.device) -> Device | None:
     """Return the device of the table that a real one is; None if it has none such."""
     if device.type != "cuda":
         return DEVICES.get(device.type)
-    words = _words_in(torch.cuda.get_device_name(device))  # such as "NVIDIA A100-SXM4-80GB"
+    return device_called(torch.cuda.get_device_name(device))
+
+
+def device_called(name: str) -> Device | None:
+    """Return the device of the table that a driver calls so, as in "NVIDIA A100-SXM4-80GB".
+
+    >>> device_called("NVIDIA H100 80GB HBM3").name, device_called("another")
+    ('H100', None)
+    """
+    words = _words_in(name)
     fitting = [known for known in DEVICES.values() if _words_in(known.name) <= words]
     return max(fitting, key=lambda known: len(_words_in(known.name)), default=None)
 

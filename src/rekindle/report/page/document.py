@@ -8,7 +8,7 @@ from rekindle.explanation.types import Explanation
 from rekindle.planner.plan import Plan
 from rekindle.planner.types import Profile
 from rekindle.report.page.explained import explanation_document
-from rekindle.report.page.plans import Stop, plans_document
+from rekindle.report.page.plans import YOURS, Stop, plans_document
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,10 @@ class Content:
     """The index of the stop that is shown first."""
     others: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     explanation: Explanation | None = None
+    device_bytes: int | None = None
+    """The memory of the device; None where it is not known."""
+    is_explained_first: bool = False
+    """True if the explanation stands above the plans."""
 
 
 def page_document(content: Content) -> dict[str, Any]:
@@ -32,34 +36,38 @@ def page_document(content: Content) -> dict[str, Any]:
     if content.stops:
         plans = plans_document(content.profile, content.stops, content.others)
         plans["chosen"] = content.chosen
+        plans["plain"] = next(
+            (i for i, stop in enumerate(content.stops) if stop.plan.keeps_all), None
+        )
     return {
         "schema": "rekindle page",
         "version": 1,
         "model": about.model,
         "device": about.device,
         "batch": about.batch,
-        "device_bytes": None if explanation is None else explanation.device_bytes,
+        "device_bytes": content.device_bytes,
+        "first": "explanation" if content.is_explained_first else "plans",
         "plans": plans,
         "explanation": None if explanation is None else explanation_document(explanation),
     }
 
 
-def stops_of(frontier: Sequence[Plan], given: Plan | None, plain: Plan | None) -> list[Stop]:
-    """Return the plans of a frontier, a plan that was given and the plain step as stops.
+def stops_of(frontier: Sequence[Plan], named: Mapping[str, Plan | None]) -> tuple[Stop, ...]:
+    """Return the plans of a frontier, and others with their labels, as stops.
 
     They go from the lowest peak up. A plan that is on the frontier is one stop with it.
     """
-    labels: dict[int, list[str]] = {}
-    plans = list(frontier)
-    for plan, label in ((plain, "no plan"), (given, "your plan")):
+    plans, labels = list(frontier), dict[int, list[str]]()
+    for label, plan in named.items():
         if plan is None:
             continue
         same = next((i for i, each in enumerate(plans) if each.blocks == plan.blocks), None)
         if same is None:
             same = len(plans)
             plans.append(plan)
-        elif plan is given:  # it may have been measured
+        elif label == YOURS:  # it may have been measured
             plans[same] = plan
         labels.setdefault(same, []).append(label)
     stops = [Stop(plan, tuple(labels.get(i, ()))) for i, plan in enumerate(plans)]
-    return sorted(stops, key=lambda stop: (stop.plan.predicted_peak, -stop.plan.predicted_time))
+    stops.sort(key=lambda stop: (stop.plan.predicted_peak, -stop.plan.predicted_time))
+    return tuple(stops)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from rekindle.explanation.types import Change, Explanation, MemoryPoint, SavedActivation, Share
+from rekindle.report.explanation_text import grouped_modules
 from rekindle.report.page.shared import Table, rounded
 
 Json: TypeAlias = dict[str, Any]
@@ -17,12 +18,12 @@ def explanation_document(found: Explanation) -> Json:
         "peak": found.peak,
         "peak_at": found.peak_at,
         "static": found.static_bytes,
-        "device_bytes": found.device_bytes,
         "fits": found.fits,
         "seconds": found.seconds,
         "kinds": list(found.kind_names),
         "shares": {
             "kind": _shares(found.kinds, names),
+            "group": _shares(grouped_modules(found), names),
             "module": _shares((each for each in found.modules if each.highest), names),
             "op": _shares(found.ops, names),
             "line": _shares(found.lines, names),

@@ -1,6 +1,7 @@
 """A page's document as one file of HTML, with the style and the scripts of `assets/` in it."""
 
 import json
+import re
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -28,10 +29,8 @@ def page_html(document: dict[str, Any]) -> str:
         "document": as_script_data(document),
         "script": "\n".join(_asset(name) for name in SCRIPTS),
     }
-    text = _asset("page.html")
-    for name, part in parts.items():
-        text = text.replace(f"[[{name}]]", part, 1)
-    return text
+    # In one pass: a part may have text that looks like the place of another one.
+    return re.sub(r"\[\[(\w+)\]\]", lambda place: parts[place[1]], _asset("page.html"))
 
 
 def as_script_data(document: dict[str, Any]) -> str:

@@ -18,6 +18,10 @@ CAUSES = ("outside", "held", "cached", "moving", "own")
 """The causes of memory on top of what is there all the time: the fields of `MemoryAt`."""
 
 
+NO_PLAN, FOR_DEVICE, YOURS = "no plan", "for the device", "your plan"
+"""Labels of stops."""
+
+
 @dataclass(frozen=True)
 class Stop:
     """One stop of the slider: a plan, and why it is there."""
@@ -90,7 +94,9 @@ def _stop(
     stop: Stop, walk: StepWalk | None, plain: list[int], profile: Profile | None, tables: _Tables
 ) -> Json:
     plan, candidates = stop.plan, _candidates(stop.plan)
-    budget = plan.predicted_peak if not stop.labels else max(plan.budget, plan.predicted_peak)
+    budget = plan.predicted_peak
+    if YOURS in stop.labels or FOR_DEVICE in stop.labels:
+        budget = max(plan.budget, budget)
     return {
         "labels": list(stop.labels),
         "budget": budget,

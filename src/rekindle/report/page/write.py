@@ -2,22 +2,30 @@
 
 import os
 import pickle
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rekindle.explanation.types import Explanation
 from rekindle.planner.as_page import PageRequest, as_page
+from rekindle.planner.devices import device_called, usable_bytes
 from rekindle.planner.find_frontier import find_frontier
 from rekindle.planner.frontier import Frontier
 from rekindle.planner.plan import Plan
-from rekindle.planner.plan_for_budget import plain_candidates, plain_prediction, plan_by
+from rekindle.planner.plan_for_budget import (
+    BudgetError,
+    plain_candidates,
+    plain_prediction,
+    plan_by,
+    solved,
+)
 from rekindle.planner.progress import Progress, show_progress
 from rekindle.planner.timeline import simulate
 from rekindle.planner.types import Profile
 from rekindle.report.page.document import Content, page_document, stops_of
 from rekindle.report.page.html import page_html
-from rekindle.report.page.plans import Stop
+from rekindle.report.page.plans import FOR_DEVICE, NO_PLAN, YOURS, Stop
 from rekindle.report.snapshot import snapshot_of_explanation, snapshot_of_plan
 from rekindle.strategy import Recompute
 
@@ -25,8 +33,7 @@ from rekindle.strategy import Recompute
 @as_page.register
 def write_plan_page(plan: Plan, request: PageRequest) -> Path:
     """Write the page of a plan; its profile and an explanation show more."""
-    explanation = request.explanation
-    profile = request.profile or plan.profile or (explanation and explanation.profile)
+    profile = request.profile or plan.profile
     snapshot = None
     if request.snapshot is not None:
         if profile is None:
@@ -53,9 +60,10 @@ def write_frontier_page(frontier: Frontier, request: PageRequest) -> Path:
     if not frontier.points:
         raise ValueError("The frontier has no points, so there is nothing to show")
     profile = request.profile or frontier.points[0].plan.profile
-    stops = stops_of([point.plan for point in frontier], None, None)
+    stops = stops_of([point.plan for point in frontier], {})
     others = _others(profile, request)
-    content = Content(profile, tuple(stops), len(stops) - 1, others, request.explanation)
+    device_bytes = _memory_of(profile, request.explanation)
+    content = Content(profile, stops, len(stops) - 1, others, request.explanation, device_bytes)
     return _write(request, content, None)
 
 
@@ -70,35 +78,49 @@ def write_explanation_page(explanation: Explanation, request: PageRequest) -> Pa
                 "snapshot of: report() the explanation that rekindle.explain returned"
             )
         snapshot = snapshot_of_explanation(explanation)
-    profile = explanation.profile if find_spec("scipy") is not None else None
-    content = Content(explanation=explanation)
-    if profile is not None:
-        content = _content(profile, None, request, explanation)
-    return _write(request, content, snapshot)
+    profile = explanation.profile
+    content = Content(explanation=explanation, device_bytes=explanation.device_bytes)
+    if profile is not None and find_spec("scipy") is not None:
+        content = _content(profile, None, replace(request, explanation=explanation))
+    return _write(request, replace(content, is_explained_first=True), snapshot)
 
 
-def _content(
-    profile: Profile | None,
-    plan: Plan | None,
-    request: PageRequest,
-    explanation: Explanation | None = None,
-) -> Content:
+def _content(profile: Profile | None, plan: Plan | None, request: PageRequest) -> Content:
     """Return what a page shows: the plans of the frontier, if there is a profile to solve by."""
-    explanation = explanation or request.explanation
-    others = _others(profile, request)
+    explanation, others = request.explanation, _others(profile, request)
+    device_bytes = _memory_of(profile, explanation)
     if profile is None:
         assert plan is not None, "a page is of a plan or of a profile"
-        return Content(None, (Stop(plan, ("your plan",)),), 0, others, explanation)
-    with show_progress(Progress()):
-        frontier = find_frontier(profile, request.points)
-    stops = stops_of([point.plan for point in frontier], plan, _plain_plan(profile))
-    label = "no plan" if plan is None else "your plan"
-    chosen = next(i for i, stop in enumerate(stops) if label in stop.labels)
-    limit = None if explanation is None else explanation.device_bytes
-    if plan is None and limit is not None:
-        fitting = [i for i, stop in enumerate(stops) if stop.plan.predicted_peak <= limit]
-        chosen = max(fitting, default=0)
-    return Content(profile, tuple(stops), chosen, others, explanation)
+        alone = Stop(plan, (YOURS,))
+        return Content(None, (alone,), 0, others, explanation, device_bytes)
+    frontier, for_device = list[Plan](), None
+    if find_spec("scipy") is not None:
+        with show_progress(Progress()):
+            frontier = [point.plan for point in find_frontier(profile, request.points)]
+            for_device = _plan_for(profile, device_bytes)
+    named = {NO_PLAN: _plain_plan(profile), FOR_DEVICE: for_device, YOURS: plan}
+    stops = stops_of(frontier, named)
+    wanted = [label for label in (YOURS, FOR_DEVICE, NO_PLAN) if named[label] is not None]
+    chosen = next(i for i, stop in enumerate(stops) if wanted[0] in stop.labels)
+    return Content(profile, stops, chosen, others, explanation, device_bytes)
+
+
+def _memory_of(profile: Profile | None, explanation: Explanation | None) -> int | None:
+    """The memory of the device; None if it is not known, or not for the step alone."""
+    if explanation is not None:
+        return explanation.device_bytes
+    device = None if profile is None else device_called(profile.device)
+    return None if device is None or device.name == "cpu" else device.memory_bytes
+
+
+def _plan_for(profile: Profile, device_bytes: int | None) -> Plan | None:
+    """The plan for all that a device has room for; None if none is needed, or none fits."""
+    if device_bytes is None or plain_prediction(profile).peak <= usable_bytes(device_bytes):
+        return None
+    try:
+        return solved(profile, usable_bytes(device_bytes))
+    except BudgetError:
+        return None
 
 
 def _others(profile: Profile | None, request: PageRequest) -> dict[str, tuple[int, float]]:

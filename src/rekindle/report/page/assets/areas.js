@@ -10,7 +10,8 @@ function layerPath(columns, lower, upper, x, y) {
 /*
  * Draw layers of bytes over columns of time, with the highest column marked, and a cursor that
  * pointer and keys move. `chart` has: columns [{begin, end}], layers [{name, title, values}],
- * peak (index), most (bytes), span (seconds or events), label, describe(index), bands, limits.
+ * peak (index), most (bytes), span (seconds or events), label, describe(index), bands, limits,
+ * end {at, name}.
  */
 function drawAreas(chart, width, height) {
   const margin = { left: 62, right: 14, top: 30, bottom: 26 };
@@ -34,8 +35,10 @@ function drawAreas(chart, width, height) {
   ]);
   const limits = chart.limits.map((limit) => [
     draw("line", { class: "limit", x1: margin.left, x2: width - margin.right, y1: y(limit.bytes), y2: y(limit.bytes) }),
-    draw("text", { class: "mark", x: margin.left + 6, y: y(limit.bytes) - 5 }, limit.name),
+    draw("text", { class: "mark", x: width - margin.right, y: y(limit.bytes) - 5, "text-anchor": "end" }, limit.name),
   ]);
+  const ends = x(chart.end.at);
+  const end = draw("text", { class: "tick", x: Math.min(ends, width - margin.right), y: height - 8, "text-anchor": "end" }, chart.end.name);
   const top = chart.columns[chart.peak];
   const peakX = (x(top.begin) + x(top.end)) / 2;
   const peakText = `peak ${formatBytes(heights[chart.peak])}`;
@@ -45,7 +48,7 @@ function drawAreas(chart, width, height) {
     draw("text", { class: "peak-text", x: peakX + (isRight ? -10 : 10), y: y(heights[chart.peak]) - 8, "text-anchor": isRight ? "end" : "start" }, peakText),
   ];
   const cursor = draw("line", { class: "cursor", y1: margin.top - 8, y2: height - margin.bottom });
-  const svg = drawing(width, height, chart.label, grid.flat(), areas, bands.flat(), limits.flat(), cursor, peak);
+  const svg = drawing(width, height, chart.label, grid.flat(), areas, bands.flat(), end, limits.flat(), cursor, peak);
   return { svg, heights, x, cursor, margin };
 }
 
@@ -60,14 +63,7 @@ function areaChart(place, chart, onMove = () => {}) {
   });
   const where = el("p", { class: "where" });
   const last = chart.columns.length - 1;
-  const handle = el("div", {
-    class: "chart",
-    tabindex: "0",
-    role: "slider",
-    "aria-label": chart.cursorLabel,
-    "aria-valuemin": "0",
-    "aria-valuemax": String(last),
-  });
+  const handle = el("input", { class: "unseen", type: "range", min: "0", max: String(last), "aria-label": chart.cursorLabel });
   let at = chart.peak;
   function show(index) {
     at = index;
@@ -78,7 +74,7 @@ function areaChart(place, chart, onMove = () => {}) {
     const total = `${formatBytes(heights[at])}${at === chart.peak ? ", the peak" : ""}`;
     where.replaceChildren(el("b", {}, total), ` in ${chart.describe(at)}`);
     for (const { value, layer } of legend) value.textContent = formatBytes(Math.max(layer.values[at], 0));
-    handle.setAttribute("aria-valuenow", String(at));
+    handle.value = String(at);
     handle.setAttribute("aria-valuetext", `${total} in ${chart.describe(at)}`);
     onMove(at);
   }
@@ -90,14 +86,8 @@ function areaChart(place, chart, onMove = () => {}) {
   svg.addEventListener("pointermove", (event) => show(under(event)));
   svg.addEventListener("pointerdown", (event) => show(under(event)));
   svg.addEventListener("pointerleave", () => show(chart.peak));
-  handle.addEventListener("keydown", (event) => {
-    const next = movedBy(event.key, at, last + 1);
-    if (next === null) return;
-    event.preventDefault();
-    show(next);
-  });
-  handle.append(svg);
-  place.replaceChildren(handle, where, el("ul", { class: "keys" }, legend.map((each) => each.item)));
+  handle.addEventListener("input", () => show(Number(handle.value)));
+  place.replaceChildren(el("div", { class: "chart" }, svg, handle), el("ul", { class: "keys" }, legend.map((each) => each.item)), where);
   show(chart.peak);
   return { show };
 }

@@ -8,7 +8,7 @@ function drawCurve(place, page, state, choose) {
   const points = [...plans.stops, ...plans.others];
   const peaks = points.map((point) => point.peak);
   const times = points.map((point) => point.seconds);
-  const plain = plans.stops.at(-1).seconds;
+  const plain = plainStop(plans).seconds;
   const low = Math.min(...peaks);
   const high = Math.max(...peaks);
   const pad = Math.max((high - low) * 0.08, high * 0.01);
@@ -37,7 +37,7 @@ function drawCurve(place, page, state, choose) {
     limit.push(
       draw("rect", { class: "beyond", x: x(device), y: margin.top, width: width - margin.right - x(device), height: height - margin.top - margin.bottom }),
       draw("line", { class: "limit", x1: x(device), x2: x(device), y1: margin.top, y2: height - margin.bottom }),
-      draw("text", { class: "mark", x: x(device) + 5, y: margin.top + 12 }, `${page.device}: ${formatBytes(device)}`),
+      draw("text", { class: "mark", x: x(device) - 6, y: height - margin.bottom - 8, "text-anchor": "end" }, `${page.device}: ${formatBytes(device)}`),
     );
   }
 
@@ -65,6 +65,11 @@ function drawCurve(place, page, state, choose) {
   const label = `Time against memory of ${plans.stops.length} plans: from ${formatBytes(plans.stops[0].peak)} in ${formatSeconds(plans.stops[0].seconds)} to ${formatBytes(high)} in ${formatSeconds(plain)}. Chosen: ${formatBytes(now.peak)} in ${formatSeconds(now.seconds)}.`;
   const svg = drawing(width, height, label, limit, gridY.flat(), gridX, titles, guide, line, others.flat(), dots.map((each) => each[1]), dots.map((each) => each[2]));
   place.replaceChildren(svg, curveNumbers(plans, plain));
+}
+
+/* The step without a plan; without it, the one that takes most memory. */
+function plainStop(plans) {
+  return plans.stops[plans.plain === null ? plans.stops.length - 1 : plans.plain];
 }
 
 function curveNumbers(plans, plain) {

@@ -36,7 +36,7 @@ function table(caption, heads, rows) {
 
 /* The numbers of a drawing, made when they are asked for. */
 function asTable(caption, heads, makeRows) {
-  const details = el("details", { class: "numbers" }, el("summary", {}, "As a table"));
+  const details = el("details", { class: "numbers" }, el("summary", { "aria-label": `${caption}, as a table` }, "As a table"));
   details.addEventListener("toggle", () => {
     if (details.open && details.childElementCount === 1) {
       details.append(el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, table(caption, heads, makeRows())));

@@ -14,15 +14,16 @@ function setUpExplanation(page) {
 
 function showExplanation(page) {
   const found = page.explanation;
-  const fit = found.fits === null ? "" : found.fits ? ` It fits the ${formatBytes(found.device_bytes)} of the ${page.device}.` : ` It does not fit the ${formatBytes(found.device_bytes)} of the ${page.device}.`;
-  byId("explained-lead").replaceChildren("The plain step peaks at ", el("em", {}, formatBytes(found.peak)), ` in ${found.peak_at}.${fit}`);
+  const fit = found.fits === null ? "" : `, ${found.fits ? "which fits" : "which does not fit"} the ${formatBytes(page.device_bytes)} of the ${page.device}`;
+  if (page.first === "explanation") byId("explained-title").replaceChildren(`${page.model} takes `, el("em", {}, formatBytes(found.peak)), fit);
+  byId("explained-lead").textContent = `The step without a plan peaks at ${formatBytes(found.peak)} in ${found.peak_at}.`;
   const place = byId("explained-timeline");
   const chart = el("div", {});
   place.replaceChildren(el("h3", {}, "Memory over the plain step, by kind"), chart, timelineNumbers(found));
-  areaChart(chart, timelineChart(found));
+  areaChart(chart, timelineChart(found, page));
 }
 
-function timelineChart(found) {
+function timelineChart(found, page) {
   const isTimed = found.timeline.every((point) => point[1] !== null);
   const at = (point) => (isTimed ? point[1] : point[0]);
   const columns = found.timeline.map((point, i) => ({ begin: i ? at(found.timeline[i - 1]) : 0, end: at(point) }));
@@ -41,13 +42,14 @@ function timelineChart(found) {
     columns,
     layers: layers.filter((layer) => layer.values.some((value) => value > 0)),
     peak,
-    most: Math.max(totals[peak], found.device_bytes && found.device_bytes < 1.3 * totals[peak] ? found.device_bytes : 0),
+    most: totals[peak],
     span,
     label: `Memory over the plain step by kind: it peaks at ${formatBytes(totals[peak])} in ${found.peak_at}.`,
     cursorLabel: "Moment of the plain step",
     describe: (index) => pointText(found, found.timeline[index]),
     bands: [{ name: "forward", begin: 0, end: middle }, { name: "backward", begin: middle, end: span }],
-    limits: found.device_bytes && found.device_bytes < 1.3 * totals[peak] ? [{ bytes: found.device_bytes, name: `the device: ${formatBytes(found.device_bytes)}` }] : [],
+    end: { at: span, name: isTimed ? formatSeconds(span) : `${span} events` },
+    limits: deviceLimit(page, totals[peak]),
   };
 }
 
@@ -67,16 +69,16 @@ function timelineNumbers(found) {
 }
 
 function sharesCard(found, page) {
-  const titles = { module: "module", line: "line of code", op: "op", kind: "kind" };
+  const titles = { group: "module", line: "line of code", op: "op", kind: "kind", module: "every module" };
   const body = el("div", {});
   const fieldset = el("fieldset", { class: "tabs" }, el("legend", {}, "At the peak, by"));
   for (const [by, title] of Object.entries(titles)) {
     const input = el("input", { type: "radio", name: "share", id: `share-${by}`, value: by });
-    input.checked = by === "module";
+    input.checked = by === "group";
     input.addEventListener("change", () => body.replaceChildren(...shareRows(found, page, by, ROWS)));
     fieldset.append(input, el("label", { for: `share-${by}` }, title));
   }
-  body.replaceChildren(...shareRows(found, page, "module", ROWS));
+  body.replaceChildren(...shareRows(found, page, "group", ROWS));
   byId("explained-shares").replaceChildren(el("h3", {}, "What holds the memory"), fieldset, body);
 }
 
@@ -112,8 +114,15 @@ function changeItem(found, change) {
     el("div", { class: "effect" }, effect.join(" · ")),
     el("div", { class: "share-bar", "aria-hidden": "true" }, el("span", { class: "part saved", style: width })),
     change.note ? el("p", { class: "soft" }, change.note) : null,
-    change.how ? el("div", { class: "line" }, el("code", {}, change.how), copyButton(change.how, `Copy the code of: ${change.name}`)) : null,
+    howItem(change),
   );
+}
+
+/* The code that makes a change, to be copied; or the words for it. */
+function howItem(change) {
+  if (!change.how) return null;
+  if (!/[(=]/.test(change.how)) return el("p", { class: "soft" }, `By ${change.how}.`);
+  return el("div", { class: "line" }, el("code", {}, change.how), copyButton(change.how, `Copy the code of: ${change.name}`));
 }
 
 function changesCard(found) {

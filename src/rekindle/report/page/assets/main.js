@@ -14,15 +14,23 @@ function setUpTheme() {
   name();
 }
 
+/* The first section has the page's heading. */
+function orderSections(page) {
+  const [section, title] = page.first === "explanation" ? ["explained", "explained-title"] : ["plans", "headline"];
+  byId("main").prepend(byId(section));
+  const heading = byId(title);
+  heading.replaceWith(el("h1", { id: title }, ...heading.childNodes));
+}
+
 function setUp() {
   const page = JSON.parse(byId("document").textContent);
   byId("about").textContent = [page.model, page.device, page.batch].filter(Boolean).join(" · ");
   setUpTheme();
+  orderSections(page);
   const redraw = [];
   if (page.plans) redraw.push(setUpPlans(page));
   if (page.explanation) redraw.push(setUpExplanation(page));
   const main = byId("main");
-  if (page.explanation && !page.plans) main.classList.add("explained-only");
   let width = main.clientWidth;
   new ResizeObserver(() => {
     if (main.clientWidth === width) return;

@@ -33,7 +33,7 @@ function showPlans(page, state, choose) {
   const { plans } = page;
   const now = plans.stops[state.at];
   const slider = byId("budget");
-  const plain = plans.stops.at(-1);
+  const plain = plainStop(plans);
   slider.value = String(state.at);
   slider.setAttribute("aria-valuetext", `${formatBytes(now.budget)}: ${formatSeconds(now.seconds)} a step, ${formatRatio(now.seconds / plain.seconds)} the time without a plan`);
   slider.style.setProperty("--share", `${(100 * state.at) / Math.max(plans.stops.length - 1, 1)}%`);
@@ -54,15 +54,17 @@ function showPlans(page, state, choose) {
 
 function stopNote(page, stop) {
   const notes = [...stop.labels];
-  if (page.device_bytes) notes.push(stop.peak <= page.device_bytes ? `fits the ${page.device}` : `does not fit the ${page.device}`);
   if (stop.measured) notes.push(`measured: ${formatBytes(stop.measured.peak)}, ${formatSeconds(stop.measured.seconds)}`);
   return notes.join(" · ");
 }
 
 function headline(page, now, plain) {
   const ratio = now.seconds / plain.seconds;
-  const cost = ratio < 1.005 ? "at no cost in time" : `for ${formatShare(ratio - 1)} more time`;
-  byId("headline").replaceChildren(...(now === plain ? [`${page.model} takes `, el("em", {}, formatBytes(now.peak))] : [`${page.model} in `, el("em", {}, formatBytes(now.peak)), `, ${cost}`]));
+  const parts = [];
+  if (page.device_bytes) parts.push(now.peak <= page.device_bytes ? `fits the ${page.device}` : `does not fit the ${page.device}`);
+  if (now !== plain) parts.push(ratio < 1.005 ? "at no cost in time" : `for ${formatShare(ratio - 1)} more time`);
+  const amount = el("em", {}, formatBytes(now.peak));
+  byId("headline").replaceChildren(`${page.model} in `, amount, parts.length ? `: ${parts.join(", ")}` : "");
   const without = `Without a plan a step peaks at ${formatBytes(plain.peak)} and takes ${formatSeconds(plain.seconds)}.`;
   byId("lead").textContent = page.plans.stops.length > 1 ? `${without} Move the slider: every stop is a plan that rekindle solved for.` : "";
 }
@@ -72,8 +74,8 @@ function fact(name, value, note) {
 }
 
 function facts(page, stop, other) {
-  const plain = page.plans.stops.at(-1);
-  const change = (name, format) => (other ? formatChange(other[name], stop[name], format) + " against the pinned" : null);
+  const plain = plainStop(page.plans);
+  const change = (name, format) => (other ? `${formatChange(other[name], stop[name], format)} against the pinned` : "\u00a0");
   const link = stop.step && stop.step.copies.length ? `the link is busy ${formatShare(stop.step.link_seconds / stop.step.seconds)} of the step` : null;
   return el(
     "dl",
@@ -93,6 +95,10 @@ function fillPanel(panel, page, stop, title, other) {
     const moment = page.plans.moments.findIndex((each) => each.place === place && each.phase === "backward");
     if (steps) steps.show(moment);
   });
+  const follow = (index) => {
+    const { place } = page.plans.moments[index];
+    if (place !== null) strip.show(place);
+  };
   panel.replaceChildren(
     el("h2", {}, title),
     facts(page, stop, other),
@@ -100,11 +106,11 @@ function fillPanel(panel, page, stop, title, other) {
     el("h3", {}, "What each block does"),
     stripLegend(page, stop),
     ...strip.parts,
-    strategyList(page, stop),
+    ...strategyList(page, stop),
     stripNumbers(page, stop),
   );
   if (stop.step) {
-    steps = areaChart(chart, stepChart(page, stop));
+    steps = areaChart(chart, stepChart(page, stop), follow);
     const row = linkRow(page, stop, Math.max(link.clientWidth, 260));
     if (row) link.replaceChildren(row);
   }

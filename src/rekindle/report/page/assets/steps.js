@@ -37,9 +37,16 @@ function stepChart(page, stop) {
     label: `Memory over a step by this plan: it peaks at ${formatBytes(step.peak)} in ${momentText(page, stop, step.peak_moment)}.`,
     cursorLabel: "Moment of the step",
     describe: (index) => momentText(page, stop, index),
+    end: { at: step.seconds, name: formatSeconds(step.seconds) },
     bands: phases,
-    limits: page.device_bytes && page.device_bytes <= Math.max(...plans.stops.map((each) => each.step.peak)) ? [{ bytes: page.device_bytes, name: `${page.device}: ${formatBytes(page.device_bytes)}` }] : [],
+    limits: deviceLimit(page, Math.max(...plans.stops.map((each) => each.step.peak))),
   };
+}
+
+/* The line of the device's memory, where it is not far above what is drawn. */
+function deviceLimit(page, most) {
+  if (!page.device_bytes || page.device_bytes > 1.05 * most) return [];
+  return [{ bytes: page.device_bytes, name: `${page.device}: ${formatBytes(page.device_bytes)}` }];
 }
 
 function momentText(page, stop, index) {

@@ -1,11 +1,5 @@
 /* The blocks of a plan as a strip: a column for each, with what it keeps, moves and recomputes. */
 
-const FATES = {
-  held: ["keep", "kept"],
-  moved: ["offload", "offloaded"],
-  remade: ["recompute", "recomputed"],
-};
-
 function movedClass(candidate) {
   return candidate.words.includes("spill") ? "spill" : "offload";
 }
@@ -97,6 +91,8 @@ function stripLegend(page, stop) {
   return el("ul", { class: "keys" }, items);
 }
 
+const MOST_STRATEGIES = 4;
+
 /* The strategies of a plan, each with the number of blocks that have it. */
 function strategyList(page, stop) {
   const { plans } = page;
@@ -108,7 +104,11 @@ function strategyList(page, stop) {
   const items = [...groups].sort((a, b) => b[1].length - a[1].length).map(([text, paths]) =>
     el("li", {}, el("b", {}, `${paths.length} × `), text, el("span", { class: "soft" }, ` ${namedPaths(paths)}`)),
   );
-  return el("ul", { class: "strategies" }, items);
+  const shown = el("ul", { class: "strategies" }, items.slice(0, MOST_STRATEGIES));
+  const others = items.slice(MOST_STRATEGIES);
+  if (!others.length) return [shown];
+  const summary = el("summary", {}, `${others.length} more strategies`);
+  return [shown, el("details", {}, summary, el("ul", { class: "strategies" }, others))];
 }
 
 function namedPaths(paths) {
