@@ -389,7 +389,7 @@ def test_the_theme_is_that_of_the_system_until_it_is_switched(open_page: Open) -
     page.prefer("dark")
     dark = page.run(ground)
     assert light != dark
-    assert page.find("#theme").accessible_name == "Switch to the light theme"
+    page.wait_for("return byId('theme').ariaLabel === 'Switch to the light theme'")
     page.find("#theme").click()
     assert page.run(ground) == light
     page.prefer("light")
