@@ -23,6 +23,7 @@ from rekindle.rows.expressions import (
     Runs,
     TensorArgument,
 )
+from rekindle.torch_private.op_types import schema_of, writes
 
 aten = torch.ops.aten
 
@@ -54,7 +55,7 @@ def lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: Tenso
     build = _BUILDERS.get(func)
     if build is None and torch.Tag.pointwise in func.tags:
         build = _pointwise
-    if build is None or not meta.dim() or func._schema.is_mutable or _is_random(func):
+    if build is None or not meta.dim() or writes(func) or _is_random(func):
         return None
     try:
         return build(func, args, kwargs, meta)
@@ -228,7 +229,7 @@ _NONE, _MEAN, _SUM = range(3)
 
 def _reduce_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An op whose second argument is the dimension, or a list of it, that it reduces."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     node = _node(given.pop("self"))
     dim = given.pop("dim", None)

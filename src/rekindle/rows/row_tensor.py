@@ -10,7 +10,10 @@ from rekindle.rows.chunks import evaluate
 from rekindle.rows.expressions import Leaf, Node
 from rekindle.rows.row_ops import VIEWS, lazily, reduced
 from rekindle.torch_private.dispatch_modes import past_modes
+from rekindle.torch_private.op_types import writes
 from rekindle.torch_private.pytrees import tree_leaves, tree_map
+from rekindle.torch_private.tensor_identity import without_memory
+from rekindle.torch_private.torch_function import subclass_functions_disabled
 
 
 class RowTensor(Tensor):
@@ -30,9 +33,7 @@ class RowTensor(Tensor):
     def __new__(cls, node: Node) -> Self:
         meta = node.meta
         (leaf, *_) = node.leaves
-        made: Self = torch.Tensor._make_wrapper_subclass(
-            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=leaf.tensor.device
-        )
+        made: Self = without_memory(cls, meta, leaf.tensor.device)
         made.node = node
         for leaf in node.leaves:
             leaf.users[id(made)] = made
@@ -52,7 +53,7 @@ class RowTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with subclass_functions_disabled():
             if func in (torch.gather, Tensor.gather):
                 found = _gather_one(*args, **kwargs)
                 if found is not None:
@@ -66,7 +67,7 @@ class RowTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if writes(func):
             _settle_readers((args, kwargs))
         else:
             nodes = tree_map(_node_of, (args, kwargs))

@@ -29,6 +29,14 @@ def schema_of(op: Any) -> Any:
     return getattr(op, "_schema", None)
 
 
+def writes(op: Any) -> bool:
+    """True if an op writes to any of its arguments.
+
+    Tried on torch 2.11 and 2.13. Goes when torch has a public form.
+    """
+    return bool(op._schema.is_mutable)
+
+
 def call_of(op: Any) -> Callable[..., Any]:
     """Returns a function that calls an op: of an overload, the C one that its `__call__` calls.
 

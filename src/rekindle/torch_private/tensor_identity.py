@@ -48,3 +48,14 @@ def as_subclass_requiring_grad(kind: type, values: torch.Tensor) -> Any:
     require gradients. Goes when it does.
     """
     return torch.Tensor._make_subclass(kind, values, True)
+
+
+def without_memory(kind: type, like: torch.Tensor, device: torch.device) -> Any:
+    """A tensor of a subclass with the shape, strides and dtype of another, and with no memory.
+
+    Tried on torch 2.11 and 2.13, whose guide to extending torch names it without a public path.
+    Goes when it has one.
+    """
+    return torch.Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+    )
