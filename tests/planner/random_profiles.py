@@ -26,11 +26,12 @@ MOVE_ONE = Selective(NumberedOps(offloaded=(1,)))
 def random_candidate(
     draw: random.Random, fate: str, size: int, second: float, link: bool
 ) -> Candidate:
-    """More held, less to run again; what is moved is not held."""
+    """More held, less to run again; what is moved is not held. To keep all is the fastest."""
     share = {"keep": 1.0, "recompute": 0.1}.get(fate) or draw.uniform(0.15, 0.9)
     held = int(share * size)
     moved = int(draw.uniform(0.2, 0.9) * held) if link and fate == "select" else 0
-    forward = second * draw.uniform(1, 1.3)
+    longer = draw.uniform(1, 1.3)
+    forward = second * (1.0 if fate == "keep" else longer)
     results = {"offloaded" if moved else "kept": (1, 2)}
     return Candidate(
         Selective(NumberedOps(**results)) if fate == "select" else WHOLE[fate],
