@@ -42,8 +42,9 @@ from rekindle.planner.measure.whole_step_calibration import calibrate_to_whole_s
 from rekindle.planner.progress import count_progress, report_progress
 from rekindle.planner.ranks.joint_candidates import agree_on_candidates, worst_of_ranks
 from rekindle.planner.ranks.rank_sync import all_gather, raised_on_all_ranks
-from rekindle.planner.ranks.worst_case import MergedTrace, merge_traces, worst_case
-from rekindle.planner.timeline import cached_after_blocks
+from rekindle.planner.ranks.worst_case import MergedTrace, merge_traces, places_in, worst_case
+from rekindle.planner.step_log import StepLog
+from rekindle.planner.timeline import Timeline, cached_after_blocks
 from rekindle.planner.trace.block_calls import BlockCall
 from rekindle.planner.trace.block_signature import has_signature
 from rekindle.planner.trace.block_spans import time_with_spans
@@ -53,7 +54,7 @@ from rekindle.planner.trace.step_trace import trace_step
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockKey, BlockProfile, Profile, StepTrace
 from rekindle.strategy import TierName
-from rekindle.torch_private.fsdp import gathered_around
+from rekindle.torch_private.fsdp import gathered_around, sharded_parameters
 
 _log = logging.getLogger("rekindle")
 
@@ -298,7 +299,25 @@ def _assemble(
     if trace.casts_freed_before_backward:  # the trace's rest_peak is above the casts' bytes
         casts = cached_after_blocks(profile, recomputing_all(profile))
         profile = replace(profile, rest_peak=profile.rest_peak + casts)
-    return profile
+    return replace(profile, waiting=_waiting(step, trace, profile))
+
+
+def _waiting(step: TrainingStep, trace: StepTrace, profile: Profile) -> tuple[int, ...]:
+    """Bytes in each block's backward that no block holds: measured, where more than predicted.
+
+    Where parameters are sharded, those of the next block are gathered ahead: that is in its peak.
+    """
+    if sharded_parameters(step.model):
+        return ()
+    timeline, log = Timeline(profile), StepLog()
+    timeline.evaluate(timeline.terms_of(recomputing_all(profile)), log)
+    found = []
+    for i, place in enumerate(places_in(trace.order, [path for path, _ in profile.order])):
+        begins = None if place is None else trace.backward_begins[place]
+        there = log.backward[i]
+        known = profile.before_bytes + there.outside + there.held + there.cached
+        found.append(0 if begins is None else max(begins - known, 0))
+    return tuple(found) if any(found) else ()
 
 
 def _passed(passed: tuple[int, ...], blocks: list[BlockProfile]) -> tuple[int, ...]:

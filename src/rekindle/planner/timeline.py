@@ -86,6 +86,9 @@ class Timeline:
         for nbytes in between:
             total += nbytes
             self._between.append(total)
+        waiting = profile.waiting or (0,) * count
+        self.waiting = [profile.output_held + nbytes for nbytes in waiting]
+        """Bytes in each block's backward that no block holds."""
         self._epoch_starts = self._starts_of_epochs()
         self.is_repeated, waits = self._repeated_calls()
         """True at the places of a block that was called before, with its weights still cast."""
@@ -158,7 +161,7 @@ class Timeline:
         backwards = [
             Moment(
                 f"the backward of {paths[i]}",
-                *(made[i] + profile.output_held, i + 1, in_backward, i + 1),
+                *(made[i] + self.waiting[i], i + 1, in_backward, i + 1),
                 place=i,
                 peak="backward_peak",
             )
@@ -289,16 +292,15 @@ class Timeline:
         """Walk the moments after the loss."""
         seconds, ahead = self._backward_times(choice, after, log)
         peak, moment = after.peak, after.moment
-        there = after.held + after.cached + self.profile.output_held
-        between, stays = self._between, after.moving.stays
+        there = after.held + after.cached
+        between, waiting, stays = self._between, self.waiting, after.moving.stays
         for i in range(self.count - 1, -1, -1):
             terms = choice[i]
-            point = there + between[i] + terms[4] - stays[i] + ahead[i]
+            point = there + between[i] + waiting[i] + terms[4] - stays[i] + ahead[i]
             if point > peak:
                 peak, moment = point, 2 * self.count + 2 - i
             if log is not None:
-                outside = between[i] + self.profile.output_held
-                held = there - after.cached - self.profile.output_held
+                outside, held = between[i] + waiting[i], there - after.cached
                 own = terms[4] - stays[i]
                 log.backward[i] = MemoryAt(outside, held, after.cached, ahead[i], own)
             there += terms[2] - terms[0] - stays[i]

@@ -45,6 +45,8 @@ class TrainingStep:
         self._collector: FingerprintCollector | None = None
         self.before_each: Callable[[], None] | None = None
         """Called before each forward, if set: restores random states, so that runs are alike."""
+        self.before_backward: Callable[[Tensor], None] | None = None
+        """Called with the loss between forward and backward, if set."""
         self.is_first = False
         """True if the next run is the first of several: ranks wait for each other in it."""
         self.in_backward = False
@@ -80,6 +82,8 @@ class TrainingStep:
             self._others = {leaf: leaf.grad for leaf in _leaves_of(loss) if leaf not in own}
             for leaf in self._others:
                 leaf.grad = None
+        if self.before_backward is not None:
+            self.before_backward(loss)
         self.in_backward = True
         try:
             loss.backward()

@@ -112,6 +112,9 @@ class StepTrace:
     """True if the cache held casts when the backward began."""
     inputs: tuple[tuple[int, ...], ...] = ()
     """The shapes that the model was called with; the largest, of several calls."""
+    backward_begins: tuple[int | None, ...] = ()
+    """Bytes when each block's backward began, with all of its output and without the gradient of
+    that; None for a block that has no backward."""
 
 
 @dataclass(frozen=True)
@@ -399,6 +402,10 @@ class Profile:
 
     They are freed after that block's forward, if the block does not hold them either.
     """
+    waiting: tuple[int, ...] = ()
+    """Bytes that are there in each block's backward, and that no block holds: gradients of what
+    several blocks use, such as tied weights or an encoder's output, wait until all of them are
+    there. Empty if that was not measured."""
     inputs: tuple[tuple[int, ...], ...] = ()
     """The shapes that the model itself was called with; empty if the step called parts of it."""
     unused: tuple[str, ...] = ()
@@ -437,7 +444,7 @@ class Profile:
         for i, (_, index) in enumerate(self.order):
             if index >= len(self.blocks):
                 yield f"order[{i}]", f"is block {index} of {len(self.blocks)}"
-        for name in ("between", "passed", "cast_epochs"):
+        for name in ("between", "passed", "waiting", "cast_epochs"):
             if len(getattr(self, name)) not in (0, len(self.order)):
                 yield name, f"should have {len(self.order)} numbers, as order has, or none"
         yield from repeated_paths(self.unused, {path for path, _ in self.order})

@@ -116,11 +116,14 @@ class BlockBenchmark:
         with metered(self._device, known) as meter:
             with self._call.entered():
                 out = self._block(*args, **kwargs)
-                with_cache, forward_peak = meter.now(), meter.peak()
+                forward_peak = meter.peak()
+                used, trained = self._call.used_outputs(out)
+                del out
+                with_cache = meter.now()
             held = meter.now()
             cached = with_cache - held
-            rest = _rest_after(out)
-            del out
+            rest = _rest_after(trained)
+            del used, trained
             if rest is None:  # it has no backward
                 return held, cached, forward_peak, 0
             meter.reset()
@@ -136,15 +139,16 @@ class BlockBenchmark:
             args, kwargs = map_tensors(_cloned, (args, kwargs))
             with self._call.entered():
                 out = self._block(*args, **kwargs)
+            used, trained = self._call.used_outputs(out)
+            del out
             with_inputs = meter.now()
             del args, kwargs
             input_freed = with_inputs - meter.now()
-            outs = _trained_tensors(out)
-            if not outs:
+            if not trained:
                 input_freed = bytes_of(inputs)
-            graph = [x.grad_fn for x in outs]
+            graph = [x.grad_fn for x in trained]
             with_output = meter.now()
-            del out, outs
+            del used, trained
             output_freed = with_output - meter.now()
             del graph
         return input_freed, output_freed
@@ -166,8 +170,9 @@ class BlockBenchmark:
             begin = clock.mark()
             out = self._block(*args, **kwargs)
             middle = clock.mark()
-        rest = _rest_after(out)
-        del out
+        _, trained = self._call.used_outputs(out)
+        rest = _rest_after(trained)
+        del out, trained
         if rest is not None:
             rest.prepare()
         again = clock.mark()
@@ -198,11 +203,6 @@ def _cloned(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.requires_grad else tensor
 
 
-def _trained_tensors(out: Any) -> list[Tensor]:
-    """The tensors of a block's output that require gradients."""
-    return [tensor for tensor in tensors_in(out) if tensor.requires_grad]
-
-
 class _RestOfStep:
     """The rest of the step after a block that is run alone: the source of its gradients.
 
@@ -231,10 +231,9 @@ class _RestOfStep:
         return gradients
 
 
-def _rest_after(out: Any) -> _RestOfStep | None:
-    """Return the rest of the step after a block; None if its output requires no gradient."""
-    outs = _trained_tensors(out)
-    return _RestOfStep(outs) if outs else None
+def _rest_after(trained: list[Tensor]) -> _RestOfStep | None:
+    """Return the rest of the step after a block; None if none of its output gets a gradient."""
+    return _RestOfStep(trained) if trained else None
 
 
 class _End(torch.autograd.Function):

@@ -167,6 +167,7 @@ def worst_case(profiles: Sequence[Profile], own: Profile) -> Profile:
         blocks=tuple(blocks),
         between=_at_each(max, (p.between for p in profiles)),
         passed=_at_each(min, (p.passed for p in profiles)),
+        waiting=_at_each(max, (p.waiting for p in profiles)),
         cast_epochs=_at_each(max, (p.cast_epochs for p in profiles)),
         inputs=max((p.inputs for p in profiles), key=count_elements),
         recompute_peak=_most_known(p.recompute_peak for p in profiles),

@@ -207,7 +207,7 @@ class _Rows:
         made = self.timeline.moments[run.stop].constant  # of the forward of its last block
         if moment.peak == "forward_peak":
             return made
-        return made + self.timeline.profile.output_held
+        return made + max(self.timeline.waiting[run.start : run.stop])
 
     def _cached(self, places: range) -> _Sum:
         runs = dict.fromkeys(run for i in places if (run := self._run_of[i]))

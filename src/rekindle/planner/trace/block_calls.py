@@ -19,6 +19,7 @@ from rekindle.planner.instruments.memory_meter import storages_of
 from rekindle.planner.instruments.model_lock import for_this_thread
 from rekindle.planner.nested_tensors import map_tensors, tensors_in
 from rekindle.planner.ranks.rank_sync import wait_for_all_ranks
+from rekindle.planner.trace.block_outputs import OutputUse
 from rekindle.planner.trace.block_signature import block_key
 from rekindle.planner.trace.op_digest import OpDigest, OpDigests, op_digests
 from rekindle.planner.trace.stand_in_copies import StandInCopies
@@ -41,11 +42,26 @@ class BlockCall:
     """Without the graphs behind them."""
     ambient: ambient.Ambient
     """The state around the call, such as autocast."""
+    output_uses: tuple[OutputUse, ...] = ()
+    """What the step does with each tensor of the output; empty if that is not known."""
 
     def fresh_arguments(self) -> Arguments:
         """Return the arguments as results of ops that no run of the block has used."""
         args, kwargs = as_activations(without_graph(self.arguments))
         return args, kwargs
+
+    def used_outputs(self, out: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors of an output that a step uses, and those of them that it trains.
+
+        The others are freed, and get no gradient.
+        """
+        tensors = tensors_in(out)
+        uses = self.output_uses
+        if len(uses) != len(tensors):
+            uses = (OutputUse(),) * len(tensors)
+        pairs = list(zip(tensors, uses, strict=True))
+        used = [tensor for tensor, use in pairs if use.lives or use.has_gradient]
+        return used, [t for t, use in pairs if use.has_gradient and t.requires_grad]
 
     def entered(self) -> AbstractContextManager[None]:
         """Enter the ambient state for one forward."""

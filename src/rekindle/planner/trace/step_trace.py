@@ -26,6 +26,7 @@ from rekindle.planner.instruments.model_lock import for_this_thread
 from rekindle.planner.instruments.timing import Clock
 from rekindle.planner.nested_tensors import tensors_in
 from rekindle.planner.trace.block_calls import BlockCall, collect_calls
+from rekindle.planner.trace.block_outputs import BlockOutput, OutputUse, end_forward, used_by_all
 from rekindle.planner.trace.block_spans import time_with_spans
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockKey, StepTrace
@@ -61,7 +62,17 @@ def trace_step(
             f"{_format_difference(trace.order, collected.order)}. A plan needs a step that repeats "
             "itself from the same random state of torch, Python and numpy."
         )
-    return trace, collected.calls
+    uses = recorder.output_uses()
+    calls = {
+        key: replace(call, output_uses=used_by_all([uses[i] for i in _places(trace, key)]))
+        for key, call in collected.calls.items()
+    }
+    return trace, calls
+
+
+def _places(trace: StepTrace, key: BlockKey) -> list[int]:
+    """The places of the forward at which a block with some key ran."""
+    return [i for i, path in enumerate(trace.order) if trace.keys[path] == key]
 
 
 def _format_difference(first: tuple[str, ...], second: tuple[str, ...]) -> str:
@@ -91,6 +102,9 @@ class _StepRecorder:
         self._blocks = blocks
         self._meter = meter
         self._order: list[str] = []
+        self._outputs: dict[int, BlockOutput] = {}
+        """By place, the output of each call; one that failed, and whose error was caught, has none.
+        """
         self._between: list[int] = []
         self._cast_epochs: list[int] = []
         self._numbers: dict[str, Any] = {}
@@ -111,6 +125,8 @@ class _StepRecorder:
             on_call = for_this_thread(self._on_model_call)
             hook = self._step.model.register_forward_pre_hook(on_call, with_kwargs=True)
             stack.callback(hook.remove)
+            self._step.before_backward = self._end_forward
+            stack.callback(setattr, self._step, "before_backward", None)
             for path, block in self._blocks.items():
                 before = for_this_thread(partial(self._before_block, path))
                 hooks = (  # around those that gather a block's parameters and free them
@@ -134,8 +150,19 @@ class _StepRecorder:
             cast_epochs=tuple(self._cast_epochs),
             peak=self._peak,
             inputs=self._inputs,
+            backward_begins=tuple(
+                None if (out := self._outputs.get(i)) is None else out.begins
+                for i in range(len(self._order))
+            ),
             **self._numbers,
         )
+
+    def output_uses(self) -> list[tuple[OutputUse, ...]]:
+        """What the step did with the output at each place; empty for a call that failed."""
+        return [
+            () if (out := self._outputs.get(i)) is None else out.uses()
+            for i in range(len(self._order))
+        ]
 
     def _note_peak(self) -> None:
         self._peak = max(self._peak, self._meter.peak())
@@ -166,12 +193,19 @@ class _StepRecorder:
     def _after_block_forward(self, _block: nn.Module, _args: Any, out: Any) -> None:
         if self._step.in_backward:
             return
-        for tensor in tensors_in(out):
-            if tensor.requires_grad:
-                tensor.register_hook(self._on_backward_started)
+        place = len(self._order) - 1
+        self._outputs[place] = BlockOutput(out, self._on_gradient, self._now_without_loss)
         self._after_block = self._meter.now()
         self._begin_new_peak()
         self._numbers["casts_freed_before_backward"] = False
+
+    def _now_without_loss(self) -> int:
+        """Bytes in use, without the loss and its gradient: both are in the peaks of each block."""
+        scalar = 512 if self._device.type == "cuda" else 4
+        return self._meter.now() - 2 * scalar
+
+    def _end_forward(self, loss: Tensor) -> None:
+        end_forward(self._outputs.values(), loss)
 
     def _on_cache_emptied(self) -> None:
         """Note the peak while autocast's cache held casts; the cache is being emptied."""
@@ -182,15 +216,17 @@ class _StepRecorder:
             self._note_peak()
             self._meter.reset_soon()
 
-    def _on_backward_started(self, _grad: Tensor) -> None:
+    def _on_gradient(self, _grad: Tensor) -> bool:
         """Note the peak since the last block's forward, at the first gradient of a block.
 
-        Gradients that the forward itself computes, as of a penalty on them, do not count.
+        Gradients that the forward itself computes, as of a penalty on them, do not count: returns
+        False for them.
         """
         if self._step.in_backward and not self._backward_started:
             self._backward_started = True
             self._numbers["rest_peak"] = self._meter.peak() - self._after_block
             self._numbers["casts_in_backward"] = self._casts.holds_casts
+        return self._step.in_backward
 
     def _on_blocks_ended(self, _grad: Tensor) -> None:
         """Begin a new peak: the first block's input has its gradient."""
