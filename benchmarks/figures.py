@@ -53,6 +53,21 @@ def imports(results: dict[str, Any]) -> str:
     return table(["on top of `import torch`", "ms of CPU time", "modules"], rows)
 
 
+def host(results: dict[str, Any]) -> str:
+    """CPU milliseconds of a host-bound step, with every block recomputed and without."""
+    rows = [
+        [
+            r["model"],
+            f"{r['plain_ms']:.2f}",
+            "none" if r["gc_ms"] is None else f"{r['gc_ms']:.2f}",
+            f"{r['recompute_ms']:.2f}",
+            "" if r["to_gc"] is None else f"{r['to_gc']:.2f}",
+        ]
+        for r in results["results"]
+    ]
+    return table(["CPU ms a step", "plain", "gc", "recompute all", "times gc"], rows)
+
+
 def recompute(results: dict[str, Any], only: Sequence[str] | None = None) -> str:
     """Time and activation peak of a whole decoder, times plain eager's."""
     shapes = list(dict.fromkeys(r["shape"] for r in results["results"]))
@@ -253,7 +268,8 @@ def source(results: dict[str, Any], command: str) -> str:
 
 def pages() -> dict[Path, list[str]]:
     """What stands between the comments of each page, in their order."""
-    host = json.loads((RESULTS / "overhead-cpu.json").read_text())
+    of_region = json.loads((RESULTS / "overhead-cpu.json").read_text())
+    of_step = json.loads((RESULTS / "host-cpu.json").read_text())
     each_op = json.loads((RESULTS / "ops-cpu.json").read_text())
     imported = json.loads((RESULTS / "imports-cpu.json").read_text())
     gpu = json.loads((RESULTS / "recompute-h200.json").read_text())
@@ -276,8 +292,8 @@ def pages() -> dict[Path, list[str]]:
     return {
         ROOT / "README.md": [
             _joined(
-                source(host, first),
-                overhead(host, short),
+                source(of_region, first),
+                overhead(of_region, short),
                 source(gpu, second),
                 recompute(gpu, ["plain", *short, *selective]),
                 source(planned, fourth),
@@ -288,7 +304,8 @@ def pages() -> dict[Path, list[str]]:
         ],
         ROOT / "docs" / "overhead.md": [
             _joined(
-                *(source(host, first), overhead(host)),
+                *(source(of_region, first), overhead(of_region)),
+                *(source(of_step, "scripts/bench host"), host(of_step)),
                 *(source(each_op, "scripts/bench ops"), ops(each_op)),
                 *(source(gpu, second), recompute(gpu)),
                 *(source(imported, "scripts/bench imports"), imports(imported)),

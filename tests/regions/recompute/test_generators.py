@@ -306,6 +306,13 @@ def test_where_a_search_would_be_too_long_the_forward_is_watched_for_draws(
         assert torch.equal(*held), way
 
 
+def test_containers_of_numbers_alone_do_not_make_a_search_too_long() -> None:
+    numbers: list[Any] = [*([i] for i in range(search_of._VISITS * 9)), {"r": 8}, ("a", 0.5)]
+    _, generators, sees_all = reached_from(Noisy([*numbers, [seeded()]]), (), {})
+    assert sees_all
+    assert len(generators) == 1
+
+
 def test_a_container_that_is_too_long_to_search_has_its_region_watched() -> None:
     def make() -> nn.Module:
         return Noisy([seeded(), *range(search_of._LONG)], lambda held: held[0])

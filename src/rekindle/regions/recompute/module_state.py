@@ -85,8 +85,9 @@ class ModuleState:
             if module._buffers:
                 use = use or _use_of(function)
                 self._watched.append(_BufferState(module, use))
-            if Tensor in map(type, module._parameters.values()):  # Note [Parameters that were lent]
-                self._lent.append((module, dict(module._parameters)))
+            own = module._parameters
+            if own and Tensor in map(type, own.values()):  # Note [Parameters that were lent]
+                self._lent.append((module, dict(own)))
 
     def close(self) -> None:
         """The forward has ended: keep what a replay is to start from, drop the rest."""

@@ -36,6 +36,7 @@ PLAIN = frozenset(
 """Types whose values hold nothing and never change."""
 ATOMS = PLAIN | {Tensor, nn.Parameter, types.ModuleType, types.BuiltinFunctionType}
 """Types whose values lead to no generator."""
+_are_atoms = ATOMS.issuperset
 _NEVER_ENTERED = (Tensor, type, types.ModuleType, types.CodeType, types.FrameType)
 _ENTERED_LIBRARIES = frozenset(("builtins", "collections", "functools", "types", "argparse"))
 """Modules of Python's own whose objects are entered: containers, partials, namespaces."""
@@ -57,26 +58,30 @@ def search(holders: list[Any], modules: int, seen: set[int]) -> list[torch.Gener
     """Every generator that `holders` lead to; None if the search gave up.
 
     Takes the list apart. Objects with an id in `seen` are not visited, and those that are visited
-    are added to it.
+    are added to it. Containers of numbers and strings alone, which most are, count for nothing.
     """
     found: list[torch.Generator] = []
     left = _VISITS + _VISITS_PER_MODULE * modules
     while holders:
         value = holders.pop()
         kind = type(value)
+        if kind is dict:
+            parts = value.values()
+        elif kind is list or kind is tuple:
+            parts = value
+        else:
+            parts = None
+        if parts is not None and len(parts) <= _LONG and _are_atoms(map(type, parts)):
+            continue
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if kind is dict:
-            parts = list(value.values())
-        elif kind is list or kind is tuple:
-            parts = value
-        elif kind is torch.Generator or issubclass(kind, torch.Generator):
-            found.append(value)
-            continue
-        elif not _is_entered(value, kind):
-            continue
-        else:
+        if parts is None:
+            if issubclass(kind, torch.Generator):
+                found.append(value)
+                continue
+            if not _is_entered(value, kind):
+                continue
             parts = parts_of(value)
         left -= 1
         if left < 0 or len(parts) > _LONG:
@@ -161,7 +166,6 @@ _FIRST = tuple(vars(nn.Module()))
 """Names of the attributes that `nn.Module` sets, in order."""
 _COUNT = len(_FIRST)
 _LAST = _FIRST[-1]
-_are_atoms = ATOMS.issuperset
 
 
 def add_parts(parts: list[Any], module: nn.Module) -> None:
