@@ -11,6 +11,7 @@ import rekindle
 from rekindle.module_attachment import attached
 from rekindle.modules.forward import forward_of
 from rekindle.planner import verified_plan
+from rekindle.planner.instruments import timing
 from rekindle.planner.measure.measure_step import MeasuredStep
 from rekindle.strategy import Keep
 from tests.planner.cases import unchanged
@@ -67,6 +68,8 @@ def test_its_peak_and_time_are_measured_and_are_those_without_a_plan() -> None:
 
 
 def test_nothing_is_solved_and_five_steps_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One to warm up, one to meter, and three to time, of which no two took the same."""
+    monkeypatch.setattr(timing, "_ALIKE", -1.0)
     model, x = Stack(4, 16), torch.randn(256, 16)
     profile = rekindle.profile(model, x, loss=mean)
     monkeypatch.setattr(verified_plan, "solved", None)

@@ -102,16 +102,26 @@ def timed(step: Callable[[], None], device: torch.device) -> float:
 
 
 def times_of(step: Callable[[], None], device: torch.device) -> list[float]:
-    """Return the seconds of a few runs of a step, or of one if it is long; as many on all ranks."""
+    """Return the seconds of a few runs of a step; as many on all ranks.
+
+    It runs three times at most, and no more once two runs took the same time, or all took long.
+    """
     seconds: list[float] = []
-    taken = 0.0
-    while len(seconds) < RUNS and taken < _LONG:
+    of_ranks: list[float] = []
+    while len(seconds) < RUNS and sum(of_ranks) < _LONG and not _agree(of_ranks):
         start = now(device)
         step()
         seconds.append(now(device) - start)
-        taken += max(all_gather(seconds[-1]))
+        of_ranks.append(max(all_gather(seconds[-1])))
     return seconds
+
+
+def _agree(seconds: list[float]) -> bool:
+    """Return whether several runs took the same time, as far as that can be told."""
+    return len(seconds) > 1 and max(seconds) - min(seconds) <= _ALIKE * min(seconds)
 
 
 _LONG = 1.0
 """Seconds after which no further run is timed."""
+_ALIKE = 0.02
+"""Share of a step's time by which two runs of it may differ and count as the same."""
