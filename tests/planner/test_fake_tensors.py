@@ -124,3 +124,25 @@ def test_a_mask_of_the_batch_may_be_looked_at() -> None:
     hidden = rekindle.profile(model, batch, device="meta", like="cpu")
     assert "bool[2, 1, 16, 16]" in hidden.blocks[0].signature
     assert "bool[2, 1, 16, 16]" not in whole.blocks[0].signature
+
+
+class Dropped(nn.Module):
+    """Draws a number for each layer, to drop it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Stack(2, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks.blocks:
+            if torch.rand([]) >= 0.0:
+                x = block(x)
+        return x
+
+
+def test_a_number_that_is_drawn_may_be_looked_at_and_the_generator_ends_as_it_was() -> None:
+    model, batch = Dropped(), torch.randn(4, 16)
+    before = torch.get_rng_state()
+    found = rekindle.profile(model, batch, device="meta", like="T4")
+    assert len(found.order) == 2
+    assert torch.equal(torch.get_rng_state(), before)

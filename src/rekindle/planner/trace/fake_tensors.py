@@ -57,7 +57,7 @@ class FakeTensors:
 
     def of_foreign(self, leaf: Any) -> Any:
         """Return the fake of a tensor from outside the model; fakes and small integers stay."""
-        if not isinstance(leaf, Tensor) or _is_small_integers(leaf):
+        if not isinstance(leaf, Tensor) or (_is_readable(leaf) and not leaf.is_floating_point()):
             return leaf
         if isinstance(leaf, FakeTensor):
             return leaf if leaf.fake_mode is self._mode else self.of(leaf)
@@ -94,11 +94,12 @@ def refuse_what_has_no_fake(model: nn.Module) -> None:
             raise ValueError(f"{name} is not strided: it cannot be profiled without memory")
 
 
-class _FakeUnlessSmallIntegers(TorchDispatchMode):
-    """Gives ops fake tensors, wherever theirs come from, but for small tensors of integers.
+class _FakeUnlessReadable(TorchDispatchMode):
+    """Gives ops fake tensors, wherever theirs come from, but for what models read.
 
-    Models read positions and masks, to leave out what is not needed. So integers that are computed
-    from nothing fake are real: the model reads the values that it would.
+    Models read positions and masks, to leave out what is not needed, and draw a number to drop a
+    layer. So small tensors of integers, and scalars, are real if they are computed from nothing
+    fake: the model reads the values that it would.
     """
 
     def __init__(self, fakes: FakeTensors) -> None:
@@ -118,34 +119,33 @@ class _FakeUnlessSmallIntegers(TorchDispatchMode):
         if func is ASKS_DEVICE:
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if all(map(_is_small_integers, given)):
-            return self._run_integers(func, args, kwargs)
+        if all(map(_is_readable, given)):
+            return self._run_readable(func, args, kwargs)
         if not all(isinstance(tensor, FakeTensor) for tensor in given):
             args, kwargs = tree_map(self._fakes.of_foreign, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _run_integers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_readable(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             pass
         else:
             made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-            if not made or not all(
-                tensor.device == CPU and _holds_few_integers(tensor) for tensor in made
-            ):
+            if not made or not all(tensor.device == CPU and _is_small(tensor) for tensor in made):
                 return out
         return past_modes(partial(func, *args, **kwargs))
 
 
-def _is_small_integers(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.device == CPU and _holds_few_integers(tensor)
+def _is_readable(tensor: Tensor) -> bool:
+    is_constant = type(tensor) is Tensor and not tensor.requires_grad
+    return is_constant and tensor.device == CPU and _is_small(tensor)
 
 
-def _holds_few_integers(tensor: Tensor) -> bool:
-    """Return whether the elements are integers or booleans, and few."""
+def _is_small(tensor: Tensor) -> bool:
+    """Return whether the elements are integers or booleans, and few; or there is only one."""
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-    return is_integer and tensor.numel() <= _MOST_INTEGERS
+    return tensor.numel() <= _MOST_INTEGERS if is_integer else tensor.dim() == 0
 
 
 _MOST_INTEGERS = 1 << 18
@@ -163,7 +163,7 @@ def with_fake_tensors(model: nn.Module, batch: Any, *, as_on: str = "cpu") -> It
             tensors[name] = fakes.of(tensor)
         given = tree_map(fakes.of_foreign, batch)
         on_device = nullcontext() if as_on == "cpu" else EmulateCudaOps()
-        with on_device, mode, _FakeUnlessSmallIntegers(fakes):
+        with on_device, mode, _FakeUnlessReadable(fakes):
             yield given
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RekindleError(
