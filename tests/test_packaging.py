@@ -132,6 +132,18 @@ def test_the_wheel_installs_and_works(built: Path, tmp_path: Path) -> None:
     assert "Sequential on H100" in run("-c", program, cwd=tmp_path)
 
 
+def test_the_wheel_installs_the_command(built: Path, tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    install(built, "*.whl", tmp_path)
+    script = tmp_path / "bin" / "rekindle"
+    program = (
+        f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"sys.argv = [{str(script)!r}, '--version']\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    )
+    assert run("-c", program, cwd=tmp_path) == f"rekindle {rekindle.__version__}\n"
+
+
 def test_the_archive_installs_the_files_of_the_wheel(built: Path, tmp_path: Path) -> None:
     install(built, "*.tar.gz", tmp_path)
     files = [path for path in (tmp_path / "rekindle").rglob("*") if path.is_file()]

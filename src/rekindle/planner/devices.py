@@ -60,6 +60,25 @@ class Device:
         memory = f"{format_bytes(self.memory_bytes)} at {self.memory / _G:.0f} GB/s"
         return f"<Device {self.name}: {self.half / _T:.0f} TFLOP/s in bfloat16, {memory}>"
 
+    @classmethod
+    def named(cls, name: str) -> "Device":
+        """Return a device of the table by its name, in any spelling.
+
+        >>> Device.named("rtx4090")
+        <Device RTX 4090: 165 TFLOP/s in bfloat16, 24 GiB at 1008 GB/s>
+        """
+        return device_named(name)
+
+    @staticmethod
+    def known() -> tuple["Device", ...]:
+        """Return the devices of the table."""
+        return tuple(DEVICES.values())
+
+    @property
+    def usable_bytes(self) -> int:
+        """The budget that its memory has room for: all but what torch does not give out."""
+        return usable_bytes(self.memory_bytes)
+
     @property
     def bytes_per_second(self) -> float:
         """Bytes a second to host memory that copies reach."""
