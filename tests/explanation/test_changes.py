@@ -109,14 +109,30 @@ def test_what_the_peak_is_not_made_of_does_not_help_and_the_reason_is_the_peak()
         assert f"no help: {useless.name}: {useless.note}" in str(found)
 
 
+def test_a_head_by_rows_saves_what_the_profile_measured() -> None:
+    found = explained(*headed())
+    (rest,) = found.profile.rests
+    rows = change(found, "exact rows for the loss")
+    assert rows.saved == found.profile.rest_peak - rest.rest_peak
+    assert (rows.peak, rows.note) == (found.peak - rows.saved, "")
+
+
+class HeadInTheLoss(Headed):
+    """A model that multiplies by the weight of its head, so that no module is called."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = nn.functional.linear(self.blocks(x), self.head.weight)
+        return nn.functional.cross_entropy(logits, labels)
+
+
 def test_a_loss_by_rows_leaves_one_tensor_of_logits() -> None:
     """The peak is then where the head's weight and the hidden states get their gradients."""
-    found = explained(*headed())
+    found = explained(HeadInTheLoss(), headed()[1])
     rows = change(found, "exact rows for the loss")
     logits, weight, hidden = 64 * WORDS * 4, DIM * WORDS * 4, 64 * DIM * 4
     assert found.changes[0] == rows
     assert rows.saved == 2 * logits - weight - hidden
-    assert rows.peak_at.startswith("the backward of head: mm")
+    assert rows.peak_at.startswith("the backward of HeadInTheLoss: mm")
 
 
 def test_offload_needs_a_link() -> None:

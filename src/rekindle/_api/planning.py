@@ -60,6 +60,7 @@ def profile(
     spill: bool = False,
     max_offload: int | str | None = None,
     blocks: Named | None = None,
+    exact: bool = True,
     progress: bool | None = None,
     group: Any = None,
 ) -> Profile:
@@ -99,6 +100,8 @@ def profile(
             with `device="meta"` there is no bound.
         blocks: the modules that are planned one by one: patterns of paths like `"layers.*"`,
             classes of modules, or several of them, none inside another. None: they are found.
+        exact: False also measures strategies that change the last bits of gradients, because they
+            add them up in another order: heads without logits, and modules in tiles of tokens.
         progress: whether to show how far it is, once it takes longer than two seconds: a bar on
             stderr (with rich; else lines in the log). None: if stderr is a terminal.
         group: the ranks that run the model together: a process group, or a `DeviceMesh` of one
@@ -107,10 +110,10 @@ def profile(
             themselves. With `device="meta"` each rank goes by itself.
     """
     if is_meta(device):
-        found = _profile(model, batch, loss, optimizer, True, like, spill, blocks, progress)
+        found = _profile(model, batch, loss, optimizer, True, like, spill, blocks, exact, progress)
         return _with_room(found, max_offload)
     with collective("profile", group):
-        found = _profile(model, batch, loss, optimizer, False, like, spill, blocks, progress)
+        found = _profile(model, batch, loss, optimizer, False, like, spill, blocks, exact, progress)
         return _with_room(found, max_offload)
 
 
@@ -123,21 +126,22 @@ def _profile(
     like: Like,
     spill: bool,
     blocks: Named | None,
+    exact: bool,
     progress: bool | None,
 ) -> Profile:
     check_model(model, blocks)
-    check_options(optimizer, spill)
+    check_options(optimizer, spill, exact)
     given = checked_loss(loss, batch)
     check_source_of_times(like, spill, on_meta)
     if not on_meta:
         refuse_without_memory(model)
-        require_same_on_ranks(spill=spill, loss="none" if loss is None else "given")
+        require_same_on_ranks(spill=spill, exact=exact, loss="none" if loss is None else "given")
     with show_progress(checked_progress(progress)):
         if on_meta:
-            found = fake_profile(model, batch, optimizer, like, given, blocks)
+            found = fake_profile(model, batch, optimizer, like, given, blocks, exact=exact)
         else:
             measured_on = measuring_device(compute_device(model), spill)
-            found = profile_model(model, batch, optimizer, measured_on, given, blocks)
+            found = profile_model(model, batch, optimizer, measured_on, given, blocks, exact=exact)
     if found.loss == "none":
         warn_without_loss(found.batch)
     return found
@@ -225,6 +229,7 @@ def fit(
     spill: bool = False,
     max_offload: int | str | None = None,
     blocks: Named | None = None,
+    exact: bool = True,
     verify: VerifyLevel = "auto",
     progress: bool | None = None,
     group: Any = None,
@@ -264,6 +269,8 @@ def fit(
         spill: as for `profile`.
         max_offload: as for `profile`.
         blocks: as for `profile`; not with a profile, which has its blocks.
+        exact: as for `profile`: False allows plans that change the last bits of gradients, if
+            nothing else fits or they are faster.
         verify: `"gradients"` runs one more step, by other strategies than the plan, to compare the
             gradients with; `"peak"` does not; `"auto"` does if a step is predicted to take less
             than a minute. `plan.verified` says what was found.
@@ -272,7 +279,8 @@ def fit(
     """
     with collective("fit", group), show_progress(checked_progress(progress)):
         return _fit(
-            model, batch, budget, loss, optimizer, profile, spill, max_offload, blocks, verify
+            model,
+            *(batch, budget, loss, optimizer, profile, spill, max_offload, blocks, exact, verify),
         )
 
 
@@ -286,11 +294,12 @@ def _fit(
     spill: bool,
     max_offload: int | str | None,
     blocks: Named | None,
+    exact: bool,
     verify: VerifyLevel,
 ) -> Plan:
     need_scipy()
     checked_budget(budget)
-    check_options(optimizer, spill)
+    check_options(optimizer, spill, exact)
     if verify not in get_args(VerifyLevel):
         raise ValueError(f'verify should be "auto", "gradients" or "peak", but got {verify!r}')
     given = checked_loss(loss, batch)
@@ -303,9 +312,22 @@ def _fit(
                 "spill=True, but the profile was measured without it: "
                 "rekindle.profile(..., spill=True)"
             )
+        if not exact and known.is_exact:
+            raise ValueError(
+                "exact=False, but the profile was measured without it: "
+                "rekindle.profile(..., exact=False)"
+            )
     require_same_on_ranks(verify=verify, profile="none" if known is None else "given")
     if known is None:
-        measured = profile(model, batch, loss=loss, optimizer=optimizer, spill=spill, blocks=blocks)
+        measured = profile(
+            model,
+            batch,
+            loss=loss,
+            optimizer=optimizer,
+            spill=spill,
+            blocks=blocks,
+            exact=exact,
+        )
     else:
         if known.loss == "none":
             warn_without_loss(known.batch)
@@ -318,11 +340,12 @@ def _fit(
     request = FitRequest(
         budget,
         optimizer_bytes=optimizer_bytes(optimizer, compute_device(model)),
-        rest_peak=measured.rest_peak if is_outside else 0,
+        rests=(measured.rest, *measured.rests) if is_outside else (),
         output_held=measured.output_held,
         spill=spill or has_spill_candidates(measured),
         max_offload=None if max_offload is None else measured.tier_bytes,
         loss=given,
+        exact=exact and measured.is_exact,
         verify=verify,
         blocks=None if blocks is None else tuple(named_blocks(model, blocks)),
     )

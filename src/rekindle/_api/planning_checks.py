@@ -66,12 +66,14 @@ def refuse_without_memory(model: nn.Module) -> None:
             )
 
 
-def check_options(optimizer: Any, spill: Any) -> None:
-    """Refuse an optimizer or `spill=` of another type."""
+def check_options(optimizer: Any, spill: Any, exact: Any = True) -> None:
+    """Refuse an optimizer, `spill=` or `exact=` of another type."""
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer should be one, but got {type(optimizer).__name__}")
     if not isinstance(spill, bool):
         raise TypeError(f"spill should be True or False, but got {type(spill).__name__}")
+    if not isinstance(exact, bool):
+        raise TypeError(f"exact should be True or False, but got {type(exact).__name__}")
 
 
 def is_meta(device: Any) -> bool:

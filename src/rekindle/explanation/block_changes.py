@@ -11,7 +11,7 @@ from rekindle.planner.plan_for_budget import (
     plain_prediction,
     solved,
 )
-from rekindle.planner.timeline import Timeline
+from rekindle.planner.timeline import Timeline, simulate
 from rekindle.planner.treatments import treatments
 from rekindle.planner.types import Candidate, Prediction, Profile
 from rekindle.sizes import format_budget, format_bytes
@@ -92,7 +92,9 @@ class _Choices:
 
         Where no plan fits the device, that is a change that does not help.
         """
-        least = self._predict(self._recomputing(len(self._profile.order))).peak
+        recomputing = self._recomputing(len(self._profile.order))
+        ways = self._profile.with_each_rest()
+        least = min(simulate(way, recomputing).peak for way in ways)
         half = (least + self._plain.peak + 1) // 2
         for limit in dict.fromkeys((self._limit or half, half)):
             name = f"a plan for {format_bytes(limit)}"
@@ -103,7 +105,9 @@ class _Choices:
                 yield Change(name, "", now.peak, 0, now.seconds, now.at, str(error))
             else:
                 candidates = [candidate for _, _, candidate in plan.blocks]
-                yield self._change(name, self._fit_to(limit), candidates)
+                note = ", ".join(f"{path}: {strategy}" for path, _, strategy in plan.heads)
+                found = simulate(self._profile.with_heads(plan.heads), candidates)
+                yield self._change(name, self._fit_to(limit), candidates, note, found)
                 return
 
     def _recomputing(self, count: int) -> list[Candidate]:
@@ -139,9 +143,16 @@ class _Choices:
     def _fit_to(self, peak: int) -> str:
         return f'rekindle.fit(model, batch, budget="{format_budget(peak)}")'
 
-    def _change(self, name: str, how: str, by: Sequence[Candidate], note: str = "") -> Change:
-        """Predict a step by these candidates, and compare it with the plain one."""
-        found = self._predict(by)
+    def _change(
+        self,
+        name: str,
+        how: str,
+        by: Sequence[Candidate],
+        note: str = "",
+        predicted: Prediction | None = None,
+    ) -> Change:
+        """Compare a step by these candidates with the plain one; predicted, if it was not."""
+        found = self._predict(by) if predicted is None else predicted
         saved = self._plain.peak - found.peak
         replayed = [
             path or "the model"

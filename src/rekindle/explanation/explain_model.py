@@ -35,7 +35,7 @@ from rekindle.planner.fake_profile import Like
 from rekindle.planner.loss import Loss
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.measure.static_memory import optimizer_bytes
-from rekindle.planner.placement import compute_device
+from rekindle.planner.placement import compute_device, free_bytes
 from rekindle.planner.plan_for_budget import plain_prediction
 from rekindle.planner.trace.fake_tensors import (
     CPU,
@@ -129,11 +129,8 @@ def _recorded(request: Request) -> _Recorded:
 
 def _has_room(profile: Profile, device: torch.device) -> bool:
     """Return whether the step is predicted to fit the device."""
-    if device.type != "cuda":
-        return True
-    free, _ = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return plain_prediction(profile).peak - profile.static_bytes <= free + reserved
+    free = free_bytes(device)
+    return free is None or plain_prediction(profile).peak - profile.static_bytes <= free
 
 
 def _recorded_on(request: Request, device: torch.device, recompute: bool = False) -> _Recorded:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from rekindle.explanation.record import StepRecord, Storage
 from rekindle.explanation.summarize import format_moment, highest
 from rekindle.explanation.types import Change
-from rekindle.planner.plan_for_budget import plain_prediction
+from rekindle.planner.plan_for_budget import plain_candidates, plain_prediction
+from rekindle.planner.rest import is_exact
+from rekindle.planner.timeline import simulate
 from rekindle.planner.types import Profile
 
 
@@ -40,7 +42,9 @@ class StepFacts:
 
 def changes_outside_blocks(profile: Profile, facts: StepFacts) -> Iterator[Change]:
     """Yield changes to the loss, the batch and the optimizer."""
-    if any(storage.classes for storage in facts.record.storages()):
+    if profile.rests:
+        yield from _heads_by_rows(profile)
+    elif any(storage.classes for storage in facts.record.storages()):
         yield _by_rows(facts)
     yield from _of_the_batch(facts)
     if not facts.optimizer_bytes:
@@ -86,6 +90,26 @@ def _of_the_batch(facts: StepFacts) -> Iterator[Change]:
 
 def _halved(storage: Storage) -> int:
     return storage.nbytes if storage.of_parameters else storage.nbytes // 2
+
+
+def _heads_by_rows(profile: Profile) -> Iterator[Change]:
+    """Yield each way to run the heads that the profile has, with the step that it predicts."""
+    plain, candidates = plain_prediction(profile), plain_candidates(profile)
+    for rest in profile.rests:
+        found = simulate(profile.with_heads(rest.heads), candidates)
+        heads = ", ".join(
+            f'"{path}": rekindle.strategy.{strategy!r}' for path, _, strategy in rest.heads
+        )
+        name = "exact rows for the loss" if is_exact(rest.heads) else "head and loss by rows"
+        yield Change(
+            name=name,
+            how=f"rekindle.apply(model, {{{heads}}})",
+            peak=found.peak,
+            saved=plain.peak - found.peak,
+            seconds=found.seconds,
+            peak_at=found.at,
+            note="" if is_exact(rest.heads) else "not exact: gradients are added up otherwise",
+        )
 
 
 def _by_rows(facts: StepFacts) -> Change:

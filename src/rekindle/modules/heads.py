@@ -17,6 +17,7 @@ from rekindle.modules.unwrapping import places
 from rekindle.regions.tile import by_tiles, learning, token_dimension
 from rekindle.rows.by_rows import by_rows, goes_by_rows
 from rekindle.strategy import Rows
+from rekindle.torch_private.dynamo_frames import is_compiled
 from rekindle.torch_private.func_transforms import func_transform
 from rekindle.torch_private.saved_tensor_hooks import top_hooks
 
@@ -28,19 +29,34 @@ def heads_of(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Module]:
     >>> list(heads_of(model, ["0", "1"]))
     ['2']
     """
-    around = set(blocks)
+    around, where = set(blocks), places(model)
     if not around or "" in around:
         return {}
+    in_blocks = {m for path in around for m in model.get_submodule(where[path]).modules()}
     found: dict[str, nn.Module] = {}
-    for path, place in places(model).items():
+    for path, place in where.items():
         module = model.get_submodule(place)
+        if module in in_blocks:  # by another path
+            continue
         if not path or any(path == b or is_inside(path, b) or is_inside(b, path) for b in around):
             continue
         if any(is_inside(path, other) for other in found):
             continue
-        if _widens(module):
+        if _widens(module) and not _is_compiled(module):
             found[path] = module
     return found
+
+
+def saved_by_rows(head: nn.Module) -> int | None:
+    """Bytes that a head by rows has saved, as `HeadEngine.saved_bytes`."""
+    forward = vars(head).get("forward")
+    engine = getattr(forward, "engine", None)
+    return engine.saved_bytes if isinstance(engine, HeadEngine) else None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """True if a module, or one inside it, runs in compiled or scripted code."""
+    return any(is_compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in module.modules())
 
 
 def _widens(module: nn.Module) -> bool:
@@ -56,10 +72,9 @@ class HeadEngine:
         self._module = ref(module)
         self._strategy = strategy
         self._is_token_wise: bool | None = None
-        self.nbytes = 0
-        """Bytes of the outputs that went by rows, of one call at most."""
-        self.by_rows: list[bool] = []
-        """For each backward that came to an output: did it come by rows?"""
+        self.saved_bytes: int | None = None
+        """Bytes that copies and gradients of an output would have taken at most, and did not; None
+        if no output went by rows."""
 
     def run(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -70,14 +85,16 @@ class HeadEngine:
         if not self._strategy.exact and self._goes_in_tiles(forward, args, kwargs):
             module = self._module()
             assert module is not None, "it is being called"
-            logits = by_tiles(forward, learning(module), args[0], self.by_rows.append)
-            self.nbytes = max(self.nbytes, logits.numel() * logits.element_size())
-            return logits
+            self._note_saved(0)
+            return by_tiles(forward, learning(module), args[0], self._note_saved)
         out = forward(*args, **kwargs)
         if not self._has_rows_of(args, out):
             return out
-        self.nbytes = max(self.nbytes, out.nbytes)
-        return by_rows(out, self.by_rows.append)
+        self._note_saved(0)
+        return by_rows(out, self._note_saved)
+
+    def _note_saved(self, nbytes: int) -> None:
+        self.saved_bytes = max(self.saved_bytes or 0, nbytes)
 
     def _has_rows_of(self, args: tuple[Any, ...], out: Any) -> bool:
         """True if an output goes by rows, and has a row for each of the input."""
@@ -92,13 +109,9 @@ class HeadEngine:
         if len(args) != 1 or kwargs or not torch.is_grad_enabled():
             return False
         (hidden,) = args
-        if type(hidden) is not Tensor or not hidden.requires_grad or not hidden.is_contiguous():
-            return False
-        if hidden.dim() < 2 or not hidden.is_floating_point():
+        if not goes_by_rows(hidden):
             return False
         flat = hidden.reshape(-1, hidden.shape[-1])
-        if len(flat) < 2:
-            return False
         if self._is_token_wise is None:
             self._is_token_wise = token_dimension(forward, flat) == 0
         return self._is_token_wise

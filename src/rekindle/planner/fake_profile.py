@@ -15,6 +15,7 @@ from rekindle.planner.devices import Device, OpClock, device_named, device_of, k
 from rekindle.planner.loss import Loss
 from rekindle.planner.measure.static_memory import optimizer_bytes
 from rekindle.planner.profile_model import MeasuringDevice, profile_model
+from rekindle.planner.rest import Rest
 from rekindle.planner.trace.fake_tensors import (
     CPU,
     is_without_memory,
@@ -38,19 +39,22 @@ def fake_profile(
     like: Like,
     loss: Loss | None = None,
     blocks: Named | None = None,
+    *,
+    exact: bool = True,
 ) -> Profile:
     """Return the profile of a model's training step as on a device that need not be there."""
     refuse_what_has_no_fake(model)
     if isinstance(like, Profile):
-        return _fake_profile_by(like, model, batch, optimizer, loss)
+        return _fake_profile_by(like, model, batch, optimizer, loss, exact)
     device = table_device(model, like)
     with with_fake_tensors(model, batch, as_on=device.name) as given, OpClock(device) as clock:
         measured_on = MeasuringDevice(CPU, device.name, clock, device.bytes_per_second)
-        return profile_model(model, given, optimizer_bytes(optimizer), measured_on, loss, blocks)
+        state = optimizer_bytes(optimizer)
+        return profile_model(model, given, state, measured_on, loss, blocks, exact=exact)
 
 
 def _fake_profile_by(
-    like: Profile, model: nn.Module, batch: Any, optimizer: Any, loss: Loss | None
+    like: Profile, model: nn.Module, batch: Any, optimizer: Any, loss: Loss | None, exact: bool
 ) -> Profile:
     """Return a profile whose blocks, and times outside of them, are those of a measured one."""
     if class_name(model) != like.model:
@@ -65,10 +69,20 @@ def _fake_profile_by(
         )
     with with_fake_tensors(model, batch, as_on=like.device) as given, OpClock(_TIMELESS) as clock:
         measured_on = MeasuringDevice(CPU, like.device, clock, like.bytes_per_second, known=like)
-        found = profile_model(model, given, optimizer_bytes(optimizer), measured_on, loss)
-        return replace(
-            found, rest_seconds=like.rest_seconds, recompute_seconds=like.recompute_seconds
-        )
+        state = optimizer_bytes(optimizer)
+        found = profile_model(model, given, state, measured_on, loss, exact=exact)
+        own, *rests = (_with_times_of(rest, like) for rest in (found.rest, *found.rests))
+        return found.with_rests(own, *rests)
+
+
+def _with_times_of(rest: Rest, like: Profile) -> Rest:
+    """Return a way to run the heads with the times of a measured profile, if it has this way."""
+    measured = {each.heads: each for each in (like.rest, *like.rests)}.get(rest.heads, like.rest)
+    return replace(
+        rest,
+        rest_seconds=measured.rest_seconds,
+        recompute_seconds=measured.recompute_seconds,
+    )
 
 
 def table_device(model: nn.Module, like: str | Device | None) -> Device:

@@ -16,6 +16,7 @@ from rekindle.planner.largest import Largest, Over, TriedSize, Unit
 from rekindle.planner.largest_search import crossing, halvings, largest_within
 from rekindle.planner.plan_for_budget import (
     BudgetError,
+    least_recompute_peak,
     plain_prediction,
     solved,
     with_nearby,
@@ -111,7 +112,7 @@ class _Sizes:
             return float("inf")
         profile = self.profile(size)
         least = solver.least_peak(profile).prediction.peak
-        return least if profile.recompute_peak is None else min(least, profile.recompute_peak)
+        return min(least, least_recompute_peak(profile) or least)
 
     def worth_trying(self, largest: int) -> list[int]:
         """Sizes up to the largest at which throughput may be best."""

@@ -9,6 +9,7 @@ fit(step, profile, request)
 """
 
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -66,15 +67,36 @@ def refit(model: nn.Module, call: ModelCall, request: FitRequest) -> Plan:
         if before is not None:  # parts outside the model are not measured: assume that they grow
             larger = count_elements(profile.inputs), max(count_elements(before.inputs), 1)
             request = request.scaled(*larger)
-            rest = max(profile.rest_peak, request.rest_peak)
-            profile = replace(profile, rest_peak=rest, output_held=request.output_held)
+            profile = _with_rests_of(request, profile)
     step = TrainingStep(model, call, request.loss)
     plan = find_plan(step, profile, request.budget, request.verify)
-    if profile.loss != "given" and request.rest_peak:  # a measured step lacks them as well
+    if profile.loss != "given" and request.rests:  # a measured step lacks them as well
         plan = replace(plan, plain_peak=max(plan.plain_peak, plain_prediction(profile).peak))
     apply_plan(model, plan)
     refit_on_larger_calls(model, request, refit)
     return plan
+
+
+def _with_rests_of(request: FitRequest, profile: Profile) -> Profile:
+    """Return a profile of the model alone, with the memory of what was around it in a fitted step.
+
+    The time of that is not known, but for the difference between the ways to run the heads.
+    """
+    if not request.rests:
+        return replace(profile, output_held=request.output_held)
+    plain, measured = request.rests[0], profile.rest
+    found = [
+        replace(
+            measured,
+            heads=rest.heads,
+            rest_peak=max(measured.rest_peak, rest.rest_peak) if rest is plain else rest.rest_peak,
+            rest_seconds=max(measured.rest_seconds + rest.rest_seconds - plain.rest_seconds, 0.0),
+            output_held=rest.output_held,
+            recompute_peak=measured.recompute_peak if rest is plain else None,
+        )
+        for rest in request.rests
+    ]
+    return profile.with_rests(*found)
 
 
 def _profile_again(model: nn.Module, call: ModelCall, request: FitRequest) -> Profile:
@@ -85,12 +107,13 @@ def _profile_again(model: nn.Module, call: ModelCall, request: FitRequest) -> Pr
     measured_on = measuring_device(compute_device(model), request.spill)
     if request.max_offload is not None:
         measured_on = replace(measured_on, tier_bytes=request.max_offload)
+    measure = partial(
+        profile_model, model, call, request.optimizer_bytes, measured_on, exact=request.exact
+    )
     if request.loss is not None:
         try:
-            return profile_model(
-                model, call, request.optimizer_bytes, measured_on, request.loss, request.blocks
-            )
+            return measure(request.loss, request.blocks)
         except Exception:
             if not request.loss.failed:
                 raise
-    return profile_model(model, call, request.optimizer_bytes, measured_on, blocks=request.blocks)
+    return measure(blocks=request.blocks)

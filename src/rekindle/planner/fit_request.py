@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from rekindle.planner.loss import Loss
+from rekindle.planner.rest import Rest
 
 VerifyLevel: TypeAlias = Literal["auto", "gradients", "peak"]
 """The checks of a plan, by a step that is run: `"gradients"` too, the `"peak"` alone, or `"auto"`:
@@ -16,8 +17,9 @@ class FitRequest:
 
     budget: int | str
     optimizer_bytes: int
-    rest_peak: int
-    """Bytes that the head and a loss outside the model take; 0 if the model is the step."""
+    rests: tuple[Rest, ...] = ()
+    """Costs of the head and a loss outside the model, by each way to run them, that without a
+    strategy first; empty if the model is the step."""
     output_held: int = 0
     """Bytes of the output that stay until the backward has ended."""
     spill: bool = False
@@ -27,6 +29,8 @@ class FitRequest:
     loss: Loss | None = None
     """The loss that was given."""
     verify: VerifyLevel = "auto"
+    exact: bool = True
+    """False if strategies that change the last bits of gradients may be planned."""
     blocks: tuple[str, ...] | None = None
     """Paths of the blocks, if they were named; else they are found again for each call."""
 
@@ -34,7 +38,7 @@ class FitRequest:
         """Return the request for a larger call, whose parts outside the model grow as inputs do."""
         return replace(
             self,
-            rest_peak=self.rest_peak * elements // before,
+            rests=tuple(rest.scaled(elements, before) for rest in self.rests),
             output_held=self.output_held * elements // before,
         )
 

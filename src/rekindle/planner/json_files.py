@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rekindle.planner import json_schema
 
-_VERSION = 9
+_VERSION = 10
 _OLDEST = 4
 _Value = TypeVar("_Value")
 
@@ -158,5 +158,6 @@ _MIGRATIONS: dict[int, Callable[[Fields], Fields]] = {
     6: _with_more_fields,
     7: _with_more_fields,
     8: _with_more_fields,
+    9: _with_more_fields,
 }
 """By version: the function that makes the fields of the next version."""

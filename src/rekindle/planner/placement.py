@@ -15,6 +15,14 @@ def compute_device(model: nn.Module) -> torch.device:
     return next(accelerators, devices[0])
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that a device has room for now; None where memory is not the device's."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def _computed_on(tensor: Tensor) -> torch.device:
     """Return the device of a tensor; of a sharded one, that of its mesh, which gathers it there."""
     mesh = getattr(tensor, "device_mesh", None)

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from rekindle.planner.as_html import as_html
 from rekindle.planner.as_page import OtherSteps, PageRequest, as_page
 from rekindle.planner.as_text import as_text
 from rekindle.planner.json_schema import NOT_SAVED, Inconsistency
+from rekindle.planner.rest import Heads
 from rekindle.planner.types import (
     Candidate,
     Nearby,
@@ -64,6 +65,8 @@ class Plan:
     """Bytes that planning itself peaked at; the step that tries the plan out is `measured_peak`."""
     verified: str | None = None
     """The outcome of `fit` comparing gradients under the plan; None if it did not."""
+    heads: Heads = ()
+    """Path, class and strategy of each head that does not run as without a plan."""
     profile: Profile | None = field(default=None, compare=False, repr=False, metadata=NOT_SAVED)
     """The profile that the plan is by, for reports. Files do not have it, so a plan that was loaded
     has none."""
@@ -81,13 +84,17 @@ class Plan:
             if kinds.setdefault(path, kind) != kind:
                 yield f"blocks[{i}]", f"has a {kind} at {path!r}, where a {kinds[path]} is, too"
         yield from repeated_paths(self.unused, set(kinds))
+        for i, (path, _, _) in enumerate(self.heads):
+            if path in kinds:
+                yield f"heads[{i}]", f"names {path!r}, which is a block"
         if (self.measured_peak is None) != (self.measured_time is None):
             yield "measured_time", "should be there if, and only if, measured_peak is"
 
     @property
     def keeps_all(self) -> bool:
         """True if the model fits as it is: every block keeps what plain autograd keeps."""
-        return all(candidate.strategy == Keep() for _, _, candidate in self.blocks)
+        keeps = all(candidate.strategy == Keep() for _, _, candidate in self.blocks)
+        return keeps and not self.heads
 
     @property
     def offloads(self) -> bool:
@@ -171,7 +178,7 @@ class Plan:
 
     def __repr__(self) -> str:
         peak = f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}"
-        blocks = format_counts(self.count_blocks())
+        blocks = format_choice(self)
         return f"<Plan for {self.model}: {peak}, {self.slowdown:.2f}x the time; {blocks}>"
 
     def _repr_html_(self) -> str:
@@ -199,6 +206,7 @@ _LOGGED = (
 """Fields and properties of a plan that logs take."""
 
 
-def format_counts(counts: Mapping[str, int]) -> str:
-    """Counts of blocks for people: `8 keep, 4 recompute`."""
-    return ", ".join(f"{count} {words}" for words, count in counts.items())
+def format_choice(plan: Plan) -> str:
+    """The strategies of a plan for people: `8 keep, 4 recompute; head: rows`."""
+    counts = ", ".join(f"{count} {words}" for words, count in plan.count_blocks().items())
+    return "; ".join([counts, *(f"{path}: {strategy}" for path, _, strategy in plan.heads)])

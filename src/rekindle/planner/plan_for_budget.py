@@ -7,6 +7,7 @@ from typing import Any
 from rekindle.errors import RekindleError
 from rekindle.planner.plan import Plan
 from rekindle.planner.ranks.rank_sync import all_gather, on_first_rank
+from rekindle.planner.rest import Heads
 from rekindle.planner.timeline import OUTSIDE_BLOCKS, simulate
 from rekindle.planner.types import Candidate, Prediction, Profile, Solution
 from rekindle.sizes import format_bytes, parse_bytes
@@ -38,21 +39,30 @@ def recompute_all(profile: Profile, limit: int) -> Solution | None:
 
     What was measured counts, whatever the timeline predicts.
     """
-    if profile.recompute_peak is None or profile.recompute_peak > limit:
-        return None
     menus = [profile.candidates(i) for i in range(len(profile.order))]
     candidates = [each for menu in menus for each in menu if each.strategy == Recompute()]
     if len(candidates) < len(menus):  # a profile with some of its candidates
         return None
-    found = simulate(profile, candidates)
-    seconds = profile.recompute_seconds or found.seconds
-    measured = replace(found, peak=min(found.peak, profile.recompute_peak), seconds=seconds)
-    return Solution(tuple(candidates), measured, 1.0)
+    fitting = []
+    for each in profile.with_each_rest():
+        if each.recompute_peak is None or each.recompute_peak > limit:
+            continue
+        found = simulate(each, candidates)
+        seconds = each.recompute_seconds or found.seconds
+        measured = replace(found, peak=min(found.peak, each.recompute_peak), seconds=seconds)
+        fitting.append(Solution(tuple(candidates), measured, 1.0, each.heads))
+    return min(fitting, key=lambda choice: choice.prediction.seconds, default=None)
+
+
+def least_recompute_peak(profile: Profile) -> int | None:
+    """The lowest measured peak of a step with every block recomputed; None if there is none."""
+    peaks = [rest.recompute_peak for rest in (profile.rest, *profile.rests)]
+    return min((peak for peak in peaks if peak is not None), default=None)
 
 
 def _format_least(profile: Profile, limit: int, least: Prediction) -> str:
     """The text of an error: the least that works, what it consists of, and what would help."""
-    peak = min(least.peak, profile.recompute_peak or least.peak)
+    peak = min(least.peak, least_recompute_peak(profile) or least.peak)
     static = profile.static_bytes
     text = (
         f"No plan fits into {format_bytes(limit)}. The least that works is {-(-peak // 1024)} KiB, "
@@ -80,15 +90,15 @@ def plan_chosen(profile: Profile, limit: int, choose: Callable[[], Solution]) ->
     Each rank has the candidates of its own profile at the places in the menus that were chosen.
     """
 
-    def decision() -> tuple[list[int], Prediction, float]:
+    def decision() -> tuple[list[int], Solution]:
         choice = choose()
         menus = (profile.candidates(i) for i in range(len(profile.order)))
         places = [menu.index(o) for menu, o in zip(menus, choice.candidates, strict=True)]
-        return places, choice.prediction, choice.gap
+        return places, replace(choice, candidates=())
 
-    places, prediction, gap = on_first_rank(decision)
+    places, choice = on_first_rank(decision)
     candidates = [profile.candidates(i)[place] for i, place in enumerate(places)]
-    return plan_by(profile, limit, candidates, prediction, gap)
+    return plan_by(profile, limit, candidates, choice.prediction, choice.gap, choice.heads)
 
 
 def with_nearby(profile: Profile, plan: Plan) -> Plan:
@@ -97,14 +107,20 @@ def with_nearby(profile: Profile, plan: Plan) -> Plan:
 
     candidates = tuple(candidate for _, _, candidate in plan.blocks)
     now = Prediction(plan.predicted_peak, plan.predicted_time)
-    less, more = on_first_rank(lambda: nearby(profile, plan.budget, candidates, now))
+    solution = Solution(candidates, now, 0.0, plan.heads)
+    less, more = on_first_rank(lambda: nearby(profile, plan.budget, solution))
     return replace(plan, less=less, more=more)
 
 
 def plan_by(
-    profile: Profile, budget: int, candidates: Sequence[Candidate], found: Prediction, gap: float
+    profile: Profile,
+    budget: int,
+    candidates: Sequence[Candidate],
+    found: Prediction,
+    gap: float,
+    heads: Heads = (),
 ) -> Plan:
-    """Options for the blocks as a plan, with what was found of them."""
+    """Options for the blocks and the heads as a plan, with what was found of them."""
     plain = plain_prediction(profile)
     return Plan(
         model=profile.model,
@@ -121,6 +137,7 @@ def plan_by(
             (path, profile.blocks[index].kind, candidate)
             for (path, index), candidate in zip(profile.order, candidates, strict=True)
         ),
+        heads=heads,
         inputs=profile.inputs,
         unused=profile.unused,
         left_out=profile.left_out,

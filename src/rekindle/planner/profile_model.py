@@ -1,7 +1,7 @@
 """Profiles a model's training step, block by block, so that the plain step need not fit.
 
 ```
-model + batch ─trace_step─▶ calls of distinct blocks ─trace_block─▶ BlockTraces
+model + batch ─trace_steps─▶ calls of distinct blocks ─trace_block─▶ BlockTraces
     ─candidates─▶ Candidates ─measure_candidates─▶ BlockProfiles ─▶ Profile
 ```
 
@@ -35,22 +35,23 @@ from rekindle.planner.loss import Loss
 from rekindle.planner.measure.block_benchmark import BlockBenchmark
 from rekindle.planner.measure.link import link_bandwidth, tier_share
 from rekindle.planner.measure.measure_candidates import measure_candidates, offload_candidates
+from rekindle.planner.measure.measure_rests import with_rests, with_times_of_rests
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.measure.static_memory import static_bytes
-from rekindle.planner.measure.step_calibration import calibrate_to_recomputing, with_step_time
+from rekindle.planner.measure.step_calibration import calibrate_to_recomputing
 from rekindle.planner.measure.whole_step_calibration import calibrate_to_whole_step
 from rekindle.planner.progress import count_progress, report_progress
 from rekindle.planner.ranks.joint_candidates import agree_on_candidates, worst_of_ranks
 from rekindle.planner.ranks.rank_sync import all_gather, raised_on_all_ranks
 from rekindle.planner.ranks.worst_case import MergedTrace, merge_traces, places_in, worst_case
 from rekindle.planner.step_log import StepLog
-from rekindle.planner.timeline import Timeline, cached_after_blocks
+from rekindle.planner.timeline import Timeline
 from rekindle.planner.trace.block_calls import BlockCall
 from rekindle.planner.trace.block_signature import has_signature
 from rekindle.planner.trace.block_spans import time_with_spans
 from rekindle.planner.trace.block_trace import trace_block
 from rekindle.planner.trace.find_blocks import find_blocks
-from rekindle.planner.trace.step_trace import trace_step
+from rekindle.planner.trace.head_ways import trace_steps
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockKey, BlockProfile, Profile, StepTrace
 from rekindle.strategy import TierName
@@ -102,10 +103,13 @@ def profile_model(
     measured_on: MeasuringDevice,
     loss: Loss | None = None,
     blocks: Named | None = None,
+    *,
+    exact: bool = True,
 ) -> Profile:
     """Return the profile of a model's training step; the model ends as it was.
 
-    `blocks` names its blocks; without it, they are found.
+    `blocks` names its blocks; without it, they are found. If not `exact`, strategies that change
+    the last bits of gradients are candidates, too.
     """
     step = TrainingStep(model, batch, loss)
     repeated = unwrapped_blocks(model) if blocks is None else named_blocks(model, blocks)
@@ -120,17 +124,18 @@ def profile_model(
     ):
         report_progress("trace")
         found = repeated if blocks is not None else _blocks(step, measured_on.known)
-        trace, calls = trace_step(step, found, measured_on.device, measured_on.clock)
-        is_run = any(all_gather(bool(trace.order)))
+        traced = trace_steps(step, found, measured_on.device, measured_on.clock, exact)
+        is_run = any(all_gather(bool(traced.first.order)))
         if not is_run and blocks is None and "" not in found:
             _log.info("%s calls none of its layers itself: it is one block", class_name(model))
             found = {"": unwrapped(model)}
-            trace, calls = trace_step(step, found, measured_on.device, measured_on.clock)
+            traced = trace_steps(step, found, measured_on.device, measured_on.clock, exact)
+        trace = traced.first
         if not trace.order:
             raise ValueError("The step ran none of the model's blocks: does it call the model?")
         merged = merge_traces(all_gather(trace), found)
         with gathered_around(model, found.values()):
-            profiles = _profile_blocks(found, trace, calls, merged, measured_on)
+            profiles = _profile_blocks(found, trace, traced.calls, merged, measured_on)
         profile = _assemble(step, static, trace, merged, profiles, measured_on)
         if trace.spans is not None:
             profile = calibrate_to_recomputing(profile, trace.order, trace.spans)
@@ -139,9 +144,9 @@ def profile_model(
             unused=tuple(p for p in found if p not in merged.order),
             left_out=_left_out(model, found),
         )
+        profile = with_rests(profile, trace, traced.others)
         profile = worst_case(all_gather(profile), profile)
-        profile = with_step_time(profile, merged.seconds)
-        profile = replace(profile, recompute_seconds=merged.seconds)
+        profile = with_times_of_rests(profile)
         if measured_on.host_runs_ahead:
             report_progress("whole step")
             profile = calibrate_to_whole_step(
@@ -278,7 +283,7 @@ def _assemble(
         batch=step.describe_batch(),
         static_bytes=static,
         before_bytes=trace.before_bytes,
-        rest_peak=trace.rest_peak,
+        rest_peak=0,
         rest_seconds=0.0,
         bytes_per_second=measured_on.bytes_per_second,
         blocks=tuple(blocks),
@@ -289,16 +294,11 @@ def _assemble(
         passed=_passed(merged.passed, [blocks[index] for _, index in order]),
         inputs=trace.inputs,
         cast_epochs=merged.cast_epochs if has_casts else (),
-        cached_rest_peak=max(trace.cached_rest_peak, 0),
         casts_in_backward=trace.casts_in_backward,
-        recompute_peak=static + trace.peak,
-        output_held=step.output_held,
+        output_held=trace.output_held,
         loss=step.loss_source,
         tier_bytes=measured_on.tier_bytes,
     )
-    if trace.casts_freed_before_backward:  # the trace's rest_peak is above the casts' bytes
-        casts = cached_after_blocks(profile, recomputing_all(profile))
-        profile = replace(profile, rest_peak=profile.rest_peak + casts)
     return replace(profile, waiting=_waiting(step, trace, profile))
 
 

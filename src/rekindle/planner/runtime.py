@@ -214,7 +214,7 @@ def strategies_for(plan: Plan, model: nn.Module) -> dict[str, Strategy]:
     if plan.model not in (class_name(model), type(model).__name__):
         raise ValueError(f"The plan is for a {plan.model}, but the model is a {class_name(model)}")
     where = planned_paths(model)
-    for path, kind, _ in plan.blocks:
+    for path, kind, _ in (*plan.blocks, *plan.heads):
         block = model.get_submodule(where[path]) if path in where else None
         found = "nothing" if block is None else class_name(block)
         if block is None or kind not in (found, type(block).__name__):
@@ -227,7 +227,8 @@ def strategies_for(plan: Plan, model: nn.Module) -> dict[str, Strategy]:
     # strategies, recompute holds the least.
     skipped = () if plan.keeps_all else (path for path in plan.unused if path in where)
     strategies: dict[str, Strategy] = {where[path]: Recompute() for path in skipped}
-    return {**strategies, **{where[path]: candidate.strategy for path, _, candidate in plan.blocks}}
+    strategies |= {where[path]: candidate.strategy for path, _, candidate in plan.blocks}
+    return {**strategies, **{where[path]: strategy for path, _, strategy in plan.heads}}
 
 
 def _is_planned(path: str, planned: Iterable[str]) -> bool:

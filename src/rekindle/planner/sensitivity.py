@@ -9,7 +9,7 @@ from dataclasses import replace
 from rekindle.planner.solve import solver
 from rekindle.planner.solve.local_search import local_search
 from rekindle.planner.timeline import Timeline
-from rekindle.planner.types import Candidate, Nearby, Prediction, Profile, Solution
+from rekindle.planner.types import Nearby, Profile, Solution
 
 _SHARE = 10
 _MAX_BLOCK_EVALUATIONS = 50_000
@@ -17,12 +17,12 @@ _MAX_BLOCK_EVALUATIONS = 50_000
 
 
 def nearby(
-    profile: Profile, budget: int, candidates: tuple[Candidate, ...], now: Prediction
+    profile: Profile, budget: int, solution: Solution
 ) -> tuple[Nearby | None, Nearby | None]:
-    """A step within less memory, and within more, than one by these candidates for this budget."""
+    """A step within less memory, and within more, than one by a choice for this budget."""
+    now = solution.prediction
     used = min(budget, now.peak)  # of a budget with room to spare, less costs nothing
     part = max((used - profile.static_bytes) // _SHARE, 1)
-    solution = Solution(candidates, now, 0.0)
     less = _within(profile, used - part, solution)
     if less is not None and less.seconds is not None:
         less = replace(less, seconds=max(less.seconds, now.seconds))
@@ -37,7 +37,7 @@ def _within(profile: Profile, limit: int, solution: Solution) -> Nearby | None:
     if _are_alike(profile) and not solver.moves(profile):
         found = solver.choose(profile, limit)
         return Nearby(limit, None if found is None else found.prediction.seconds)
-    timeline = Timeline(profile)
+    timeline = Timeline(profile.with_heads(solution.heads))
     changed = local_search(timeline, [solution], limit, _MAX_BLOCK_EVALUATIONS).prediction
     return Nearby(limit, changed.seconds) if changed.peak <= limit else None
 

@@ -21,6 +21,7 @@ from rekindle.planner.as_html import as_html
 from rekindle.planner.as_page import OtherSteps, PageRequest, as_page
 from rekindle.planner.as_text import as_text
 from rekindle.planner.json_schema import Difference, Inconsistency
+from rekindle.planner.rest import FIELDS, Heads, Rest, is_exact
 from rekindle.sizes import format_bytes, format_count
 from rekindle.strategy import (
     WORD_OF_TIER,
@@ -33,6 +34,7 @@ from rekindle.strategy import (
     Selective,
     Strategy,
     TierName,
+    is_exact_strategy,
 )
 
 LossSource: TypeAlias = Literal["model", "given", "none"]
@@ -115,6 +117,17 @@ class StepTrace:
     backward_begins: tuple[int | None, ...] = ()
     """Bytes when each block's backward began, with all of its output and without the gradient of
     that; None for a block that has no backward."""
+    output_held: int = 0
+    """Bytes of the model's output that stayed until the backward had ended."""
+    heads: Heads = ()
+    """Heads that ran by a strategy."""
+    saved_by_rows: int = 0
+    """Bytes that copies and gradients of their outputs would have taken at most."""
+    followed: frozenset[str] = frozenset()
+    """Of these heads, those that a block follows."""
+    is_measured: bool = True
+    """False if the device has no room for it: then peaks are those of another way to run the heads,
+    and what that saved at most."""
 
 
 @dataclass(frozen=True)
@@ -432,6 +445,41 @@ class Profile:
     one."""
     tier_bytes: int | None = None
     """Bytes that there is room for in host memory, or on disk; None if that is not known."""
+    heads: Heads = ()
+    """Heads that run by a strategy in the step whose figures these are; without a plan, none."""
+    rests: tuple[Rest, ...] = ()
+    """Other ways to run the head and the loss: each has other figures outside the blocks."""
+
+    @property
+    def is_exact(self) -> bool:
+        """True if no candidate changes the last bits of gradients."""
+        return all(is_exact(rest.heads) for rest in self.rests) and all(
+            is_exact_strategy(each.strategy) for block in self.blocks for each in block.candidates
+        )
+
+    def with_each_rest(self) -> "tuple[Profile, ...]":
+        """The profiles of a step that runs its head and loss in one way; those worth a try.
+
+        The first one is this profile's, unless another way takes neither more memory nor more time.
+        """
+        own = self.rest
+        is_needed = not any(rest.is_no_worse(own) for rest in self.rests)
+        every = (own, *self.rests) if is_needed else self.rests
+        return tuple(self.with_rests(rest) for rest in every)
+
+    def with_heads(self, heads: Heads) -> "Profile":
+        """The profile of a step that runs its heads so, and in no other way."""
+        return self.with_rests(next(r for r in (self.rest, *self.rests) if r.heads == heads))
+
+    @property
+    def rest(self) -> Rest:
+        """The profile's own way to run the head and the loss."""
+        return Rest(self.heads, **{name: getattr(self, name) for name in FIELDS})
+
+    def with_rests(self, own: Rest, *others: Rest) -> "Profile":
+        """The profile with one way to run the head and the loss as its own, and others beside."""
+        figures = {name: getattr(own, name) for name in FIELDS}
+        return replace(self, heads=own.heads, rests=others, **figures)
 
     def candidates(self, position: int) -> tuple[Candidate, ...]:
         """The candidates at one place of the forward."""
@@ -556,6 +604,8 @@ class Solution:
     prediction: Prediction
     gap: float
     """How far from the best the time may be, as a share; 1 if that is not known."""
+    heads: Heads = ()
+    """Heads that run by a strategy."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -93,7 +93,8 @@ def fastest_verified_plan(
     try:
         return replace(plan, verified=verify_gradients(step, plan, gradients, profile, limit))
     except GradientError as error:
-        if all(candidate.strategy in _WHOLE_BLOCKS for _, _, candidate in plan.blocks):
+        is_whole = all(candidate.strategy in _WHOLE_BLOCKS for _, _, candidate in plan.blocks)
+        if is_whole and not plan.heads:
             raise
         other = _plan_of_whole_blocks(step, profile, limit, error)
         warn_at_caller(
@@ -106,8 +107,11 @@ def fastest_verified_plan(
 def _plan_of_whole_blocks(
     step: TrainingStep, profile: Profile, limit: int, error: GradientError
 ) -> Plan:
-    """Return the fastest plan that keeps or recomputes whole blocks; raise `error` without one."""
-    whole = _whole_blocks(profile)
+    """Return the fastest plan that keeps or recomputes whole blocks; raise `error` without one.
+
+    Heads run as without a plan.
+    """
+    whole = replace(_whole_blocks(profile), rests=())
     try:
         plan, gradients = _fastest_measured_plan(step, whole, limit, "gradients")
         assert gradients is not None, "they were asked for"
@@ -124,16 +128,16 @@ def _fastest_measured_plan(
 ) -> _MeasuredPlan:
     """Return the fastest of the plan and its rivals. Note [The measured floor]."""
     best = _first_measured_plan(step, profile, limit, verify)
-    tried = [best[0].blocks]
+    tried = [_identity(best[0])]
     for rival in _rivals(profile, limit, best[0]):
-        if rival.plan.blocks in tried or _is_as_fast_as(best[0], rival.least_seconds):
+        if _identity(rival.plan) in tried or _is_as_fast_as(best[0], rival.least_seconds):
             continue
         report_progress("another plan")
         try:
             other = _measured_plan(step, rival.profile, rival.plan, limit, verify)
         except BudgetError:
             continue
-        tried.append(other[0].blocks)
+        tried.append(_identity(other[0]))
         if _seconds(other[0]) < _seconds(best[0]):
             best = _faster(step, profile, limit, best, other)
     return best
@@ -154,6 +158,8 @@ def _rivals(profile: Profile, limit: int, plan: Plan) -> Iterator[_Rival]:
     strategies = [candidate.strategy for _, _, candidate in plan.blocks]
     is_late = not _is_as_fast_as(plan, plan.predicted_time)
     fewer: list[tuple[Profile, float]] = []
+    if is_late and plan.heads:
+        fewer.append((replace(profile, rests=()), 1.0))
     if is_late and plan.offloads:
         fewer.append((_without_offload(profile), 1.0))
     if is_late and any(isinstance(strategy, Selective) for strategy in strategies):
@@ -234,6 +240,11 @@ def _seconds(plan: Plan) -> float:
 def _whole_blocks(profile: Profile) -> Profile:
     """Return the profile with the candidates that keep or recompute a whole block."""
     return _only(profile, lambda candidate: candidate.strategy in _WHOLE_BLOCKS)
+
+
+def _identity(plan: Plan) -> tuple[Any, ...]:
+    """The strategies of a plan: two plans with the same ones are one."""
+    return plan.blocks, plan.heads
 
 
 def _without_offload(profile: Profile) -> Profile:

@@ -40,10 +40,11 @@ from rekindle.planner.gradient_fingerprints import (
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.plan import Plan
 from rekindle.planner.ranks.rank_sync import all_gather, first_message, raised_on_all_ranks
+from rekindle.planner.rest import is_exact
 from rekindle.planner.timeline import simulate
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Candidate, Profile
-from rekindle.strategy import Keep, Recompute, Strategy
+from rekindle.strategy import Keep, Recompute, Strategy, is_exact_strategy
 
 BIT_FOR_BIT = "gradients bit for bit"
 _REPEATS = 2
@@ -69,10 +70,15 @@ def verify_gradients(
     `GradientError` if the gradients are wrong. All ranks run the same number of steps.
     """
     strategies = reference_for(plan, profile, limit)
-    changed = {p for p, _, candidate in plan.blocks if candidate.strategy != strategies[p]}
-    if not changed:
+    planned = {path: candidate.strategy for path, _, candidate in plan.blocks}
+    changed = {path for path, strategy in planned.items() if strategy != strategies[path]}
+    is_head_changed = any(path not in strategies for path, _, _ in plan.heads)
+    if not changed and not is_head_changed:
         return None
-    how = f"with {len(changed)} of {len(strategies)} blocks run another way"
+    head = " and the head" if is_head_changed else ""
+    how = f"with {len(changed)} of {len(planned)} blocks{head} run another way"
+    if not (is_exact(plan.heads) and all(map(is_exact_strategy, planned.values()))):
+        how += ", and by rows or in tiles as in the plan where these are not exact"
     reference = _gradients(step, strategies)
     others = differing_keys(found, reference)
     count = max(all_gather(len(others)))
@@ -97,15 +103,25 @@ def reference_for(plan: Plan, profile: Profile, limit: int) -> dict[str, Strateg
     """Return keep or recompute for each block: other than the plan's, where memory allows.
 
     Where memory does not allow it for all, one of each distinct block comes first, then a second.
+    Heads that the plan has a strategy for run without it, if that fits, or did while profiling.
+    What changes the last bits of gradients changes them in the reference as well.
     """
     planned = {path: candidate.strategy for path, _, candidate in plan.blocks}
     strategies: dict[str, Strategy] = dict.fromkeys(planned, Recompute())
+    heads = plan.heads
+    if heads and is_exact(heads):
+        limit = max(limit, profile.recompute_peak or 0)
+        if simulate(profile, _candidates(profile, strategies)).peak <= limit:
+            heads = ()
+    profile = profile.with_heads(heads)
+    inexact = {path: each for path, each in planned.items() if not is_exact_strategy(each)}
+    strategies |= inexact
     for path in _distinct_blocks_in_turn(profile):
-        if planned[path] != Keep():
+        if planned[path] != Keep() and path not in inexact:
             strategies[path] = Keep()
             if simulate(profile, _candidates(profile, strategies)).peak > limit:
                 strategies[path] = Recompute()
-    return strategies
+    return {**strategies, **{path: strategy for path, _, strategy in heads}}
 
 
 def _distinct_blocks_in_turn(profile: Profile) -> list[str]:
@@ -223,15 +239,12 @@ def _format_place(key: Any, plan: Plan) -> str:
     """A parameter's name, with the strategy of its block."""
     if isinstance(key, Tensor):
         return f"a tensor of shape {list(key.shape)} outside the model"
-    around = [
-        (path, candidate)
-        for path, _, candidate in plan.blocks
-        if not path or str(key).startswith(f"{path}.")
-    ]
-    if not around:
-        return f"{key} (outside the blocks)"
-    path, candidate = around[0]
-    return f"{key} ({path or 'the model'}: {candidate.describe()})"
+    described = [(path, candidate.describe()) for path, _, candidate in plan.blocks]
+    described += [(path, str(strategy)) for path, _, strategy in plan.heads]
+    for path, text in described:
+        if not path or str(key).startswith(f"{path}."):
+            return f"{key} ({path or 'the model'}: {text})"
+    return f"{key} (outside the blocks)"
 
 
 def _format_distance(found: GradientFingerprint, reference: GradientFingerprint) -> str:

@@ -25,11 +25,11 @@ from torch.autograd.function import once_differentiable
 from rekindle.errors import RekindleError
 from rekindle.regions.recompute import ambient
 from rekindle.regions.recompute.torch_state import entered
-from rekindle.rows.by_rows import goes_by_rows
 from rekindle.rows.chunks import chunks
 from rekindle.rows.expressions import Leaf, Memo
 from rekindle.rows.row_tensor import RowTensor
 from rekindle.torch_private.dispatch_modes import past_modes
+from rekindle.torch_private.fake_mode import FakeTensor
 
 _Function = Callable[[Tensor], Tensor]
 _PROBED = 8
@@ -246,7 +246,7 @@ class _ByTiles(Function):
         (hidden,) = ctx.saved_tensors
         is_lazy = isinstance(grad, RowTensor) and grad.node.real is None
         if ctx.on_gradient is not None:
-            ctx.on_gradient(is_lazy)
+            ctx.on_gradient(head.most_saved if is_lazy else 0)
         gradients = _Gradients(tiles.parameters)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[3] else None
         for start, stop in chunks(head.count, head.width):
@@ -268,7 +268,8 @@ def token_dimension(function: _Function, tokens: Any) -> int | None:
     """The dimension along which a function goes token by token; None if there is none.
 
     It is run on a few tokens, and on fewer at a time: results have to agree, and no random number
-    may be drawn. Of several dimensions, the longest.
+    may be drawn. Of fake tensors, the shapes of results have to agree. Of several dimensions, the
+    longest.
     """
     if not isinstance(tokens, Tensor) or tokens.dim() < 2 or not tokens.numel():
         return None
@@ -290,6 +291,8 @@ def _is_token_wise(function: _Function, tokens: Tensor, dim: int) -> bool:
         return False
     if not isinstance(together, Tensor) or together.shape[:-1] != few.shape[:-1]:
         return False
+    if isinstance(together, FakeTensor):  # which has no values to compare
+        return True
     drew = any(
         not torch.equal(before, after)
         for before, after in zip(random, _random_state(tokens.device), strict=True)
@@ -319,8 +322,3 @@ def _set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:
 def learning(module: nn.Module) -> list[Tensor]:
     """The parameters of a module that get gradients."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def is_tileable(hidden: Any) -> bool:
-    """True for a head's input whose rows can be taken some at a time."""
-    return goes_by_rows(hidden)

@@ -2,7 +2,7 @@
 
 from rekindle.planner.as_text import as_text
 from rekindle.planner.frontier import Frontier, Point
-from rekindle.planner.plan import format_counts
+from rekindle.planner.plan import format_choice
 from rekindle.sizes import format_bytes, format_count
 
 HEADS = ("peak", "vs plain", "time", "vs plain", "blocks")
@@ -39,5 +39,5 @@ def row_of(point: Point) -> tuple[str, ...]:
         f"{100 * saved:+.0f} %" if round(100 * saved) else "",
         f"{point.seconds * 1e3:.1f} ms",
         f"{plan.slowdown:.2f}x",
-        format_counts(plan.count_blocks()),
+        format_choice(plan),
     )

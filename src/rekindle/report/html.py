@@ -9,7 +9,7 @@ from rekindle.planner.plan import Plan
 from rekindle.planner.types import Candidate, Profile
 from rekindle.report.frontier_text import HEADS, format_title, row_of
 from rekindle.report.html_parts import COLORS, framed, legend, strip, table
-from rekindle.report.text import format_plan_title, grouped_blocks, plan_figures
+from rekindle.report.text import format_plan_title, format_rest, grouped_blocks, plan_figures
 from rekindle.sizes import format_bytes
 
 _COSTS = ("held", "moved", "time")
@@ -19,10 +19,14 @@ _COSTS = ("held", "moved", "time")
 def plan_to_html(plan: Plan) -> str:
     """The HTML of a plan: its figures, a strip of its blocks, and a row for each group of them."""
     figures = ((f"<b>{name}</b>", escape(text)) for name, text in plan_figures(plan))
-    groups = (
+    groups = [
         (escape(where), f"{count} x {escape(kind)}", *_candidate_cells(candidate))
         for where, kind, count, candidate in grouped_blocks(plan)
-    )
+    ]
+    groups += [
+        (escape(path), f"1 x {escape(kind)}", escape(str(strategy)), "", "", "")
+        for path, kind, strategy in plan.heads
+    ]
     return framed(
         [
             f"<p><b>{escape(format_plan_title(plan))}</b></p>",
@@ -42,7 +46,7 @@ def profile_to_html(profile: Profile) -> str:
     """The HTML of a profile: a table of candidates for each distinct block."""
     counts = f"{len(profile.order)} blocks, {len(profile.blocks)} distinct"
     always = f"always there: {format_bytes(profile.static_bytes)}"
-    rest = f"outside the blocks: {profile.rest_seconds * 1e3:.1f} ms"
+    rest = escape("; ".join(map(format_rest, (profile.rest, *profile.rests))))
     parts = [
         f"<p><b>{escape(profile.model)}</b> on {escape(profile.device)}: {counts}</p>",
         f"<p>{always}; {rest}</p>",

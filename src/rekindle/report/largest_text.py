@@ -2,7 +2,7 @@
 
 from rekindle.planner.as_text import as_text
 from rekindle.planner.largest import Largest, TriedSize
-from rekindle.planner.plan import format_counts
+from rekindle.planner.plan import format_choice
 from rekindle.sizes import format_bytes
 
 
@@ -40,7 +40,7 @@ def _row(found: Largest, tried: TriedSize) -> list[str]:
         return [str(tried.size), peak, "", "", "", "does not fit"]
     marks = ["largest"] if tried == found.largest else []
     marks += ["best throughput"] if tried == found.best else []
-    blocks = format_counts(tried.plan.count_blocks())
+    blocks = format_choice(tried.plan)
     return [
         str(tried.size),
         format_bytes(tried.plan.predicted_peak),

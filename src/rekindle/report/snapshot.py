@@ -51,7 +51,8 @@ def _frames(each: Allocation, model: str) -> list[Json]:
 
 def snapshot_of_plan(profile: Profile, plan: Plan) -> Json:
     """Return the memory of a predicted step: what each moment has more, or less, than the last."""
-    walk = walk_step(Timeline(profile), [candidate for _, _, candidate in plan.blocks])
+    timeline = Timeline(profile.with_heads(plan.heads))
+    walk = walk_step(timeline, [candidate for _, _, candidate in plan.blocks])
     trace = _Trace()
     trace.have_always(profile.static_bytes)
     levels = _Levels(trace)

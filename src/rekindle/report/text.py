@@ -3,6 +3,7 @@
 from rekindle.modules.patterns import spanned
 from rekindle.planner.as_text import as_text
 from rekindle.planner.plan import Plan
+from rekindle.planner.rest import Rest
 from rekindle.planner.types import Candidate, Nearby, Profile
 from rekindle.sizes import format_bytes
 
@@ -11,15 +12,20 @@ from rekindle.sizes import format_bytes
 def format_profile(profile: Profile) -> str:
     """The text of a profile: its blocks with their candidates, and the rest of the step."""
     counts = f"{len(profile.order)} blocks, {len(profile.blocks)} distinct"
-    rest = f"outside the blocks: {profile.rest_seconds * 1e3:.1f} ms"
-    lines = [
-        f"{profile.model} on {profile.device}: {counts}",
-        f"  always there: {format_bytes(profile.static_bytes)}; {rest}",
-    ]
+    always = f"always there: {format_bytes(profile.static_bytes)}"
+    rests = "; ".join(map(format_rest, (profile.rest, *profile.rests)))
+    lines = [f"{profile.model} on {profile.device}: {counts}", f"  {always}; {rests}"]
     for block in profile.blocks:
         lines.append(f"  {block.kind}:")
         lines += [f"    {_format_candidate(each)}" for each in block.candidates]
     return "\n".join(lines)
+
+
+def format_rest(rest: Rest) -> str:
+    """One way to run what is outside the blocks, with what it costs."""
+    heads = ", ".join(f"with {path} by {strategy}" for path, _, strategy in rest.heads)
+    costs = f"{format_bytes(rest.rest_peak)}, {rest.rest_seconds * 1e3:.1f} ms"
+    return f"{heads or 'outside the blocks'}: {costs}"
 
 
 @as_text.register
@@ -29,6 +35,7 @@ def format_plan(plan: Plan) -> str:
     lines += [f"  {name:<14}  {text}" for name, text in plan_figures(plan)]
     for where, kind, count, candidate in grouped_blocks(plan):
         lines.append(f"  {where or kind}: {count} x {kind}: {_format_candidate(candidate)}")
+    lines += [f"  {path}: 1 x {kind}: {strategy}" for path, kind, strategy in plan.heads]
     return "\n".join(lines)
 
 

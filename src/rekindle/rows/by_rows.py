@@ -10,10 +10,12 @@ from torch.autograd import Function
 from rekindle.rows.chunks import evaluate
 from rekindle.rows.expressions import Leaf
 from rekindle.rows.row_tensor import RowTensor, row_tensor, whole
+from rekindle.torch_private.fake_mode import FakeTensor
 from rekindle.torch_private.storages import storage_users
 
-OnGradient = Callable[[bool], None]
-"""Called in backward: was the gradient, and all before it, computed by rows?"""
+OnGradient = Callable[[int], None]
+"""Called in backward with the bytes that the copies and gradients of logits would have taken at
+most; 0 if the gradient did not come by rows."""
 
 
 def by_rows(logits: Tensor, on_gradient: OnGradient | None = None) -> Tensor:
@@ -38,7 +40,7 @@ def by_rows(logits: Tensor, on_gradient: OnGradient | None = None) -> Tensor:
 def goes_by_rows(value: Any) -> bool:
     """True for a tensor that may be taken row by row: it has several rows, and a gradient."""
     return (
-        type(value) is Tensor
+        type(value) in (Tensor, FakeTensor)
         and torch.is_grad_enabled()
         and value.requires_grad
         and value.is_floating_point()
@@ -63,7 +65,8 @@ class _Enter(Function):
         (grad,) = grads
         leaf, ctx.leaf = ctx.leaf, None
         if ctx.on_gradient is not None:
-            ctx.on_gradient(isinstance(grad, RowTensor) and grad.node.real is None)
+            is_lazy = isinstance(grad, RowTensor) and grad.node.real is None
+            ctx.on_gradient(leaf.most_saved if is_lazy and leaf is not None else 0)
         if isinstance(grad, RowTensor):
             grad = _Leave.apply(grad, leaf)  # type: ignore[no-untyped-call]
         return grad, None

@@ -52,6 +52,11 @@ class Node:
         """The leading dimensions."""
         return tuple(self.meta.shape[:-1])
 
+    @property
+    def owner(self) -> "Node":
+        """The node whose memory it would share, had it been computed: itself, if it is no view."""
+        return self if self.as_view is None else self.children[0].owner
+
     def rows(self, start: int, stop: int, memo: Memo) -> Tensor:
         """Some rows, as a tensor of two dimensions that nobody may write to."""
         if self.real is not None:
@@ -85,10 +90,21 @@ class Leaf(Node):
         self.tensor = self.real = tensor
         self.users: WeakValueDictionary[int, Any] = WeakValueDictionary()
         """The row tensors that are computed from it, by id."""
+        self.most_saved = 0
+        """The most bytes that its users would have had at once, had they been computed."""
 
     @property
     def leaves(self) -> "frozenset[Leaf]":
         return frozenset((self,))  # made when asked for: a cycle would hold the tensor
+
+    def add_user(self, user: Any) -> None:
+        """Note a row tensor that is computed from it."""
+        self.users[id(user)] = user
+        owners = {
+            id(node): node for each in list(self.users.values()) for node in [each.node.owner]
+        }
+        saved = sum(node.meta.nbytes for node in owners.values() if not isinstance(node, Leaf))
+        self.most_saved = max(self.most_saved, saved)
 
     def reads(self, start: int, stop: int) -> Iterator[tuple["Leaf", Range]]:
         yield self, (start, stop)

@@ -36,7 +36,7 @@ class RowTensor(Tensor):
         made: Self = without_memory(cls, meta, leaf.tensor.device)
         made.node = node
         for leaf in node.leaves:
-            leaf.users[id(made)] = made
+            leaf.add_user(made)
         return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

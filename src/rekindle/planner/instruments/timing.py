@@ -108,7 +108,7 @@ def times_of(step: Callable[[], None], device: torch.device) -> list[float]:
     """
     seconds: list[float] = []
     of_ranks: list[float] = []
-    while len(seconds) < RUNS and sum(of_ranks) < _LONG and not _agree(of_ranks):
+    while len(seconds) < RUNS and sum(of_ranks) < LONG and not _agree(of_ranks):
         start = now(device)
         step()
         seconds.append(now(device) - start)
@@ -121,7 +121,7 @@ def _agree(seconds: list[float]) -> bool:
     return len(seconds) > 1 and max(seconds) - min(seconds) <= _ALIKE * min(seconds)
 
 
-_LONG = 1.0
+LONG = 1.0
 """Seconds after which no further run is timed."""
 _ALIKE = 0.02
 """Share of a step's time by which two runs of it may differ and count as the same."""

@@ -6,6 +6,7 @@ host has done the same for the block before.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -34,11 +35,13 @@ def calibrate_to_whole_step(
         order: the blocks of this rank's step.
         time_blocks: runs the step, and returns the times of its blocks.
     """
-    leanest = _within_recompute_peak(profile)
+    lean = min((profile.with_rests(rest) for rest in (*profile.rests, profile.rest)), key=_peak)
+    leanest = _within_recompute_peak(lean)
     if not any(isinstance(candidate.strategy, Selective) for candidate in leanest):
         return profile
     paths = (path for path, _ in profile.order)
     strategies = {path: candidate.strategy for path, candidate in zip(paths, leanest, strict=True)}
+    strategies |= {path: strategy for path, _, strategy in lean.heads}
     apply_strategies(model, in_places(model, strategies))
     try:
         spans = time_blocks()
@@ -48,7 +51,12 @@ def calibrate_to_whole_step(
         return profile
     finally:
         undo(model)
-    return calibrate_op_by_op(profile, leanest, order, spans)
+    return replace(profile, blocks=calibrate_op_by_op(lean, leanest, order, spans).blocks)
+
+
+def _peak(profile: Profile) -> float:
+    """The measured peak of a step with every block recomputed."""
+    return float("inf") if profile.recompute_peak is None else profile.recompute_peak
 
 
 SLACK = 0.05

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from rekindle.planner.input_shapes import count_elements
+from rekindle.planner.rest import FIELDS, Rest
 from rekindle.planner.types import BlockKey, BlockProfile, Candidate, Profile, StepTrace
 
 _MOST = (
@@ -171,8 +172,18 @@ def worst_case(profiles: Sequence[Profile], own: Profile) -> Profile:
         cast_epochs=_at_each(max, (p.cast_epochs for p in profiles)),
         inputs=max((p.inputs for p in profiles), key=count_elements),
         recompute_peak=_most_known(p.recompute_peak for p in profiles),
+        recompute_seconds=_most_known(p.recompute_seconds for p in profiles),
         planning_peak=_most_known(p.planning_peak for p in profiles),
         tier_bytes=_least_known(p.tier_bytes for p in profiles),
+        rests=tuple(map(_worst_rest, zip(*(p.rests for p in profiles), strict=True))),
+    )
+
+
+def _worst_rest(rests: Sequence[Rest]) -> Rest:
+    """Return one way to run the heads, with the most that any rank measured."""
+    return replace(
+        rests[0],
+        **{name: _most_known(getattr(rest, name) for rest in rests) for name in FIELDS},
     )
 
 
@@ -189,7 +200,7 @@ def _at_each(
     return tuple(map(pick, zip(*filter(None, found), strict=True)))
 
 
-def _most_known(values: Iterable[int | None]) -> int | None:
+def _most_known(values: Iterable[Any]) -> Any:
     return max((value for value in values if value is not None), default=None)
 
 
@@ -200,4 +211,5 @@ def _least_known(values: Iterable[int | None]) -> int | None:
 def shape_of_profile(profile: Profile) -> Any:
     """Return the parts that profiles of ranks have in common if one plan is to fit all."""
     kinds = [[(type(c.strategy), c.tier) for c in b.candidates] for b in profile.blocks]
-    return profile.model, profile.order, kinds
+    rests = [rest.heads for rest in profile.rests]
+    return profile.model, profile.order, kinds, rests

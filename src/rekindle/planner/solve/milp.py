@@ -315,4 +315,5 @@ def _solution(rows: _Rows, effort: Effort) -> Solution | None:
 def solution_of(timeline: Timeline, indices: list[int], gap: float) -> Solution:
     """A choice, by the indices of its candidates, as a solution."""
     candidates: list[Candidate] = [timeline.profile.candidates(i)[k] for i, k in enumerate(indices)]
-    return Solution(tuple(candidates), timeline.predict(indices), gap)
+    prediction, heads = timeline.predict(indices), timeline.profile.heads
+    return Solution(tuple(candidates), prediction, gap, heads)

@@ -25,6 +25,13 @@ _DEEP = 64
 
 def choose(profile: Profile, budget: int) -> Solution | None:
     """The fastest choice whose predicted peak is within a budget; None if none is found."""
+    found = [_choose_blocks(each, budget) for each in profile.with_each_rest()]
+    fitting = [choice for choice in found if choice is not None]
+    return min(fitting, key=lambda choice: choice.prediction.seconds, default=None)
+
+
+def _choose_blocks(profile: Profile, budget: int) -> Solution | None:
+    """The fastest choice of candidates for the blocks, with one way to run the rest."""
     timeline = Timeline(profile)
     floor = best_uniform(timeline, budget)
     if not moves(profile):
@@ -37,7 +44,7 @@ def choose(profile: Profile, budget: int) -> Solution | None:
     if floor is not None:  # what it leads to is chosen only if it is no slower than the others
         starts.append(replace(floor, gap=min([1.0, *(start.gap for start in starts)])))
     if all(each.prediction.peak > budget for each in starts):
-        starts.append(least_peak(profile))
+        starts.append(_least_of_blocks(profile))
     best = anneal(timeline, local_search(timeline, starts, budget), budget)
     return best if best.prediction.peak <= budget else None
 
@@ -65,6 +72,12 @@ def least_peak(profile: Profile) -> Solution:
 
     As far as nothing moves, by bytes alone: the same for every measurement of the same step.
     """
+    found = map(_least_of_blocks, profile.with_each_rest())
+    return min(found, key=lambda choice: choice.prediction.peak)
+
+
+def _least_of_blocks(profile: Profile) -> Solution:
+    """The choice with the lowest peak, with one way to run the rest."""
     still = milp.least_peak(Timeline(without_offload(profile)))
     if not moves(profile):
         return still

@@ -7,81 +7,51 @@ in another forward, one call for each distinct block, without the graphs behind 
 is run alone has the step's memory to itself; and gradients are freed as they come.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from rekindle.errors import RekindleError
-from rekindle.modules.apply_strategies import apply_strategies, undo
-from rekindle.modules.unwrapping import in_places
 from rekindle.planner.input_shapes import count_elements, input_shapes
 from rekindle.planner.instruments.cast_cache import CacheWatch
-from rekindle.planner.instruments.memory_meter import Meter, metered, unmetered
+from rekindle.planner.instruments.memory_meter import Meter
 from rekindle.planner.instruments.model_lock import for_this_thread
 from rekindle.planner.instruments.timing import Clock
 from rekindle.planner.nested_tensors import tensors_in
-from rekindle.planner.trace.block_calls import BlockCall, collect_calls
-from rekindle.planner.trace.block_outputs import BlockOutput, OutputUse, end_forward, used_by_all
-from rekindle.planner.trace.block_spans import time_with_spans
+from rekindle.planner.trace.block_outputs import BlockOutput, OutputUse, end_forward
 from rekindle.planner.training_step import TrainingStep
-from rekindle.planner.types import BlockKey, StepTrace
+from rekindle.planner.types import StepTrace
+
+OutputUses: TypeAlias = Sequence[tuple[OutputUse, ...]]
+"""By place, the uses that the step makes of a block's output."""
 
 
-def trace_step(
+def record_step(
     step: TrainingStep,
-    blocks: dict[str, nn.Module],
+    blocks: Mapping[str, nn.Module],
+    heads: Mapping[str, nn.Module],
+    meter: Meter,
     device: torch.device,
     clock: Clock,
-) -> tuple[StepTrace, dict[BlockKey, BlockCall]]:
-    """Run a step with every block recomputed; returns its trace, and calls of distinct blocks."""
-    apply_strategies(step.model, in_places(step.model, dict.fromkeys(blocks, "recompute")))
+) -> tuple[StepTrace, OutputUses]:
+    """Run a step by the strategies that its model has now.
+
+    Returns its trace, without keys, and how the output of each call of a block is used.
+    """
     torch.clear_autocast_cache()  # so that casts count which an autocast around all this holds
-    with metered(device, step.existing_tensors()) as meter:
-        recorder = _StepRecorder(step, blocks, meter, device)
-        with recorder.entered():
-            begin = clock.mark()
-            step()
-            end = clock.mark()
-    if clock.is_exact:
-        seconds, spans = clock.seconds(begin, end), None
-    else:
-        with unmetered():
-            seconds, spans = time_with_spans(step, blocks, clock)
-    collected = collect_calls(step, blocks)
-    undo(step.model)
-    times = replace(recorder.trace(), seconds=seconds, spans=spans)
-    trace = replace(times, keys=collected.keys, passed=collected.passed)
-    if trace.order != collected.order:
-        raise RekindleError(
-            "The step ran other blocks when it was run again: "
-            f"{_format_difference(trace.order, collected.order)}. A plan needs a step that repeats "
-            "itself from the same random state of torch, Python and numpy."
-        )
-    uses = recorder.output_uses()
-    calls = {
-        key: replace(call, output_uses=used_by_all([uses[i] for i in _places(trace, key)]))
-        for key, call in collected.calls.items()
-    }
-    return trace, calls
-
-
-def _places(trace: StepTrace, key: BlockKey) -> list[int]:
-    """The places of the forward at which a block with some key ran."""
-    return [i for i, path in enumerate(trace.order) if trace.keys[path] == key]
-
-
-def _format_difference(first: tuple[str, ...], second: tuple[str, ...]) -> str:
-    for i in range(max(len(first), len(second))):
-        one, other = (order[i] if i < len(order) else None for order in (first, second))
-        if one != other:
-            names = [repr(path) if path is not None else "none" for path in (one, other)]
-            return f"as number {i + 1} it ran {names[0]}, then {names[1]}"
-    raise AssertionError("they differ")
+    meter.reset()
+    recorder = _StepRecorder(step, blocks, heads, meter, device)
+    with recorder.entered():
+        begin = clock.mark()
+        step()
+        end = clock.mark()
+    seconds = clock.seconds(begin, end)
+    trace = replace(recorder.trace(), seconds=seconds, output_held=step.output_held)
+    return trace, recorder.output_uses()
 
 
 class _StepRecorder:
@@ -93,13 +63,17 @@ class _StepRecorder:
     def __init__(
         self,
         step: TrainingStep,
-        blocks: dict[str, nn.Module],
+        blocks: Mapping[str, nn.Module],
+        heads: Mapping[str, nn.Module],
         meter: Meter,
         device: torch.device,
     ) -> None:
         self._step = step
         self._device = device
         self._blocks = blocks
+        self._heads = heads
+        self._calls_of_heads: dict[str, int] = {}
+        """The place of the block that follows each head's first call."""
         self._meter = meter
         self._order: list[str] = []
         self._outputs: dict[int, BlockOutput] = {}
@@ -135,6 +109,9 @@ class _StepRecorder:
                 )
                 for hook in hooks:
                     stack.callback(hook.remove)
+            for path, head in self._heads.items():
+                on_head = for_this_thread(partial(self._on_head, path))
+                stack.callback(head.register_forward_pre_hook(on_head).remove)
             yield
         if self._order and not self._backward_started:  # no block has a gradient of its own
             self._numbers["rest_peak"] = max(self._meter.peak() - self._after_block, 0)
@@ -153,6 +130,9 @@ class _StepRecorder:
             backward_begins=tuple(
                 None if (out := self._outputs.get(i)) is None else out.begins
                 for i in range(len(self._order))
+            ),
+            followed=frozenset(
+                path for path, place in self._calls_of_heads.items() if place < len(self._order)
             ),
             **self._numbers,
         )
@@ -173,6 +153,10 @@ class _StepRecorder:
 
     def _on_model_call(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
         self._inputs = max(self._inputs, input_shapes(args, kwargs), key=count_elements)
+
+    def _on_head(self, path: str, _head: nn.Module, _args: Any) -> None:
+        if not self._step.in_backward:
+            self._calls_of_heads.setdefault(path, len(self._order))
 
     def _before_block(self, path: str, _block: nn.Module, args: Any, kwargs: Any) -> None:
         meter = self._meter

@@ -52,6 +52,10 @@ def page_document(content: Content) -> dict[str, Any]:
     }
 
 
+def _does_the_same(one: Plan, other: Plan) -> bool:
+    return (one.blocks, one.heads) == (other.blocks, other.heads)
+
+
 def stops_of(frontier: Sequence[Plan], named: Mapping[str, Plan | None]) -> tuple[Stop, ...]:
     """Return the plans of a frontier, and others with their labels, as stops.
 
@@ -61,7 +65,7 @@ def stops_of(frontier: Sequence[Plan], named: Mapping[str, Plan | None]) -> tupl
     for label, plan in named.items():
         if plan is None:
             continue
-        same = next((i for i, each in enumerate(plans) if each.blocks == plan.blocks), None)
+        same = next((i for i, each in enumerate(plans) if _does_the_same(each, plan)), None)
         if same is None:
             same = len(plans)
             plans.append(plan)

@@ -48,11 +48,8 @@ def plans_document(
     Without a profile there is a single plan, and no timeline.
     """
     first, tables = stops[0].plan, _Tables()
-    timeline = None if profile is None else Timeline(profile)
     plain = _plain_bytes(first, profile)
-    walks = [
-        None if timeline is None else walk_step(timeline, _candidates(stop.plan)) for stop in stops
-    ]
+    walks = [None if profile is None else _walk(profile, stop.plan) for stop in stops]
     return {
         "paths": [path for path, _, _ in first.blocks],
         "kinds": [tables.names.index(kind) for _, kind, _ in first.blocks],
@@ -72,6 +69,10 @@ def plans_document(
         "columns": [list(column) for column in tables.columns.values()],
         "names": tables.names.values(),
     }
+
+
+def _walk(profile: Profile, plan: Plan) -> StepWalk:
+    return walk_step(Timeline(profile.with_heads(plan.heads)), _candidates(plan))
 
 
 def _candidates(plan: Plan) -> list[Candidate]:
