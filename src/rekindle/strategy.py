@@ -217,13 +217,16 @@ class PlannedOps:
     offloaded: tuple[OpAddress, ...] = ()
     tier: TierName = "host"
     """The place that the results of `offloaded` are copied to."""
+    moves_input: bool = False
+    """True if the input, which the block holds to recompute from, is copied to `tier`, too."""
 
     def __post_init__(self) -> None:
         _sort(self, "kept", "offloaded")
 
     def __str__(self) -> str:
-        parts = [("keep", self.kept), (WORD_OF_TIER[self.tier], self.offloaded)]
-        texts = [f"{word} {', '.join(map(str, ops))}" for word, ops in parts if ops]
+        moved = [*(["the input"] if self.moves_input else []), *map(str, self.offloaded)]
+        parts = [("keep", [*map(str, self.kept)]), (WORD_OF_TIER[self.tier], moved)]
+        texts = [f"{word} {', '.join(what)}" for word, what in parts if what]
         return f"<{'; '.join([*texts, 'recompute the rest'])}>"
 
 

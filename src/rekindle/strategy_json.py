@@ -241,7 +241,12 @@ _READERS: dict[type, dict[str, _Reader]] = {
     },
     Rows: {"exact": _read_bool},
     Tile: {"chunks": _read_positive, "inner": from_json},
-    PlannedOps: {"kept": _read_addresses, "offloaded": _read_addresses, "tier": _read_tier},
+    PlannedOps: {
+        "kept": _read_addresses,
+        "offloaded": _read_addresses,
+        "tier": _read_tier,
+        "moves_input": _read_bool,
+    },
     NumberedOps: {"kept": _read_indices, "offloaded": _read_indices, "tier": _read_tier},
     OpAddress: {
         "module": _read_text,

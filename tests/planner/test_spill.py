@@ -15,10 +15,12 @@ from rekindle.offload.device_offloader import DeviceOffloader
 from rekindle.offload.owners import owner_of
 from rekindle.planner import fit
 from rekindle.planner.measure.link import link_bandwidth
+from rekindle.planner.measure.measure_step import measure_step
 from rekindle.planner.plan_for_budget import plan_by
 from rekindle.planner.profile_model import MeasuringDevice, measuring_device
 from rekindle.planner.timeline import simulate
-from rekindle.planner.types import BlockProfile
+from rekindle.planner.training_step import TrainingStep
+from rekindle.planner.types import BlockProfile, Candidate
 from rekindle.regions.selective.decisions import Decision
 from rekindle.regions.selective.offload_bridge import offloader_of
 from rekindle.regions.selective.planned_ops import NumberedOpsPolicy, policy_of
@@ -223,3 +225,64 @@ def test_where_there_is_no_disk_to_measure_it_is_refused() -> None:
 def test_what_is_no_bool_is_refused() -> None:
     with pytest.raises(TypeError, match="spill should be True or False, but got str"):
         rekindle.profile(Stack(2), torch.randn(4, 8), spill="/tmp")  # type: ignore[arg-type]
+
+
+# --- The input of a block ------------------------------------------------------------------------
+
+
+def moving_the_input(profile: rekindle.Profile) -> list[Candidate]:
+    """The candidates of the last block that move its input, those that move it alone first."""
+    found = [each for each in profile.blocks[-1].candidates if each.moves_input]
+    return sorted(found, key=lambda each: each.bytes_moved)
+
+
+def test_the_input_of_a_block_moves_where_the_block_recomputes_from_it(
+    profile: rekindle.Profile, x: Tensor
+) -> None:
+    candidate = moving_the_input(profile)[0]
+    assert (candidate.bytes_moved, candidate.input_freed) == (x.nbytes, x.nbytes)
+    assert "spill the input" in candidate.describe()
+    assert not any(each.moves_input for each in profile.blocks[-1].candidates[:2])
+
+
+def test_a_block_whose_input_moves_has_the_gradients_of_a_plain_step(
+    decoder: Decoder, x: Tensor, profile: rekindle.Profile
+) -> None:
+    """The first input is the caller's, and two stay, because backward wants them first."""
+    expected = gradients(decoder, x)
+    for candidate in (moving_the_input(profile)[0], moving_the_input(profile)[-1]):
+        rekindle.apply(decoder, candidate.strategy)
+        for _ in range(3):  # unknown, seen once, known
+            with rekindle.observe() as seen:
+                found = gradients(decoder, x)
+            assert all(map(same_bits, found, expected))
+            assert seen.spill.bytes_out >= (len(profile.order) - 3) * x.nbytes
+        rekindle.remove(decoder)
+
+
+def test_a_step_whose_inputs_move_peaks_as_predicted_and_lower(
+    decoder: Decoder, x: Tensor, profile: rekindle.Profile
+) -> None:
+    lean = replace(profile, bytes_per_second=1e15)  # nobody waits for the disk in a test
+    moving = moving_the_input(profile)[0]
+    count = len(profile.order)
+    staying = [
+        replace(
+            moving,
+            strategy=replace(
+                moving.strategy, policy=replace(moving.strategy.policy, moves_input=False)
+            ),
+            bytes_moved=0,
+            largest_moved=0,
+            input_freed=0,
+            backward_peak=moving.backward_peak - moving.bytes_moved,
+        )
+    ] * count
+    mixed = [*([moving] * (count - 2)), *staying[:2]]
+    step = TrainingStep(decoder, (x,))
+    peaks = []
+    for options in (staying, mixed):
+        plan = plan_by(lean, 0, options, simulate(lean, options), 0.0)
+        peaks.append((measure_step(step, plan, lean).peak, plan.predicted_peak))
+    assert peaks[0][0] - peaks[1][0] >= x.nbytes
+    assert all(abs(measured - predicted) <= x.nbytes for measured, predicted in peaks)

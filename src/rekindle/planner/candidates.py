@@ -82,12 +82,16 @@ def selecting(kept: Iterable[int], trace: BlockTrace) -> Candidate:
 
 
 def _selective(
-    kept: Sequence[TracedOp], offloaded: Sequence[TracedOp], tier: TierName = "host"
+    kept: Sequence[TracedOp],
+    offloaded: Sequence[TracedOp],
+    tier: TierName = "host",
+    *,
+    moves_input: bool = False,
 ) -> Selective:
     """The strategy for some ops: by their addresses; by number if the trace has none."""
     if any(op.address is None for op in (*kept, *offloaded)):
         return Selective(NumberedOps(_numbers(kept), _numbers(offloaded), tier))
-    return Selective(PlannedOps(_addresses(kept), _addresses(offloaded), tier))
+    return Selective(PlannedOps(_addresses(kept), _addresses(offloaded), tier, moves_input))
 
 
 def _numbers(ops: Sequence[TracedOp]) -> tuple[int, ...]:
@@ -112,8 +116,9 @@ def offloading(
 ) -> list[Candidate]:
     """Candidates that move some of what one keeps: the largest result, the two largest, up to all.
 
-    Their times are those of the candidate, and the host's for each result that is moved. Whether
-    the link keeps up shows on the timeline, where blocks are put together.
+    If it recomputes, the block's input is one of these; and is moved alone, too. Their times are
+    those of the candidate, and the host's for each result that is moved. Whether the link keeps up
+    shows on the timeline, where blocks are put together.
 
     Args:
         candidate: a measured candidate that keeps some results and moves none.
@@ -124,25 +129,35 @@ def offloading(
     sizes = _movable(candidate, trace)
     worth = max(sum(sizes.values()) // 100, 1)
     largest = sorted((key for key, size in sizes.items() if size >= worth), key=lambda k: -sizes[k])
+    sets = [largest[:count] for count in range(1, len(largest) + 1)]
+    if len(sets) > _MOVES:
+        sets = [*sets[:_MOVES], sets[-1]]
+    if _INPUT in sizes and largest[0] != _INPUT:
+        sets.append([_INPUT])
     found = []
-    for count in range(1, len(largest) + 1):
-        away = [index for indices in largest[:count] for index in indices]
-        moved = sum(sizes[indices] for indices in largest[:count])
+    for chosen in sets:
+        count = len(chosen)
+        away = [index for indices in chosen for index in indices]
+        moved = sum(sizes[indices] for indices in chosen)
+        own_input = sizes[_INPUT] if _INPUT in chosen else 0  # which it does not make
         found.append(
             replace(
                 candidate,
                 strategy=_moving(candidate, away, trace, tier),
-                bytes_held=max(candidate.bytes_held - moved, 0),
+                bytes_held=max(candidate.bytes_held - (moved - own_input), 0),
+                input_freed=candidate.input_freed + own_input,
                 bytes_moved=moved,
                 backward_peak=candidate.backward_peak + moved,
                 forward_host_seconds=candidate.forward_host_seconds + count * host_seconds[0],
                 backward_host_seconds=candidate.backward_host_seconds + count * host_seconds[1],
-                largest_moved=sizes[largest[0]],
+                largest_moved=max(sizes[indices] for indices in chosen),
             )
         )
-    return [] if not found else [*found[:_MOVES], *([found[-1]] if len(found) > _MOVES else [])]
+    return found
 
 
+_INPUT = (-1,)
+"""The key of the block's input among the results that may be moved; no op has this number."""
 _MOVES = 6
 """How many of the largest results are moved one by one, before all of them are."""
 
@@ -157,7 +172,8 @@ def _moving(
         case Selective(policy=PlannedOps(kept=kept) | NumberedOps(kept=kept)):
             ops = ops_among(kept, trace)
             stays = [op for op in ops if op.number not in away]
-            return _selective(stays, [op for op in ops if op.number in away], tier)
+            moved = [op for op in ops if op.number in away]
+            return _selective(stays, moved, tier, moves_input=_INPUT[0] in away)
     raise AssertionError(f"{candidate.strategy} keeps no results that could be moved")
 
 
@@ -178,12 +194,16 @@ def _movable(candidate: Candidate, trace: BlockTrace) -> dict[tuple[int, ...], i
                 for v, found in indices.items()
                 if not set(found) & set(recomputed)
             }
-        case Selective(policy=PlannedOps(kept=kept) | NumberedOps(kept=kept)):
-            return {
+        case Selective(policy=PlannedOps(kept=kept) | NumberedOps(kept=kept) as policy):
+            found: dict[tuple[int, ...], int] = {
                 (op.number,): sum(values[v].nbytes for v in op.outputs if v in trace.saved)
                 for op in ops_among(kept, trace)
                 if not any(values[v].changes for v in op.outputs)
             }
+            holds_input = trace.input_bytes and not candidate.input_freed
+            if holds_input and isinstance(policy, PlannedOps):
+                found[_INPUT] = trace.input_bytes
+            return found
     return {}
 
 

@@ -182,6 +182,8 @@ class BlockTrace:
     """Paths of the modules in which the `saved_tensors` were saved."""
     called: tuple[str, ...] = ()
     """Paths of the modules inside the block that were called, and could be recomputed."""
+    input_bytes: int = 0
+    """Bytes of the input that the block holds to recompute from, if a plan may move it."""
 
     def saved_outside(self, modules: tuple[str, ...]) -> tuple[int, ...]:
         """Indices of the `saved_tensors` that are saved where some modules are recomputed."""
@@ -258,7 +260,15 @@ class Candidate:
     def tier(self) -> TierName | None:
         """The tier that results are moved to; None if none are."""
         moving = _moving_part(self.strategy)
-        return moving.tier if moving is not None and moving.offloaded else None
+        return (
+            moving.tier if moving is not None and (moving.offloaded or self.moves_input) else None
+        )
+
+    @property
+    def moves_input(self) -> bool:
+        """True if the block's input is moved."""
+        moving = _moving_part(self.strategy)
+        return isinstance(moving, PlannedOps) and moving.moves_input
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -295,9 +305,11 @@ class Candidate:
             case _:
                 rest = "recompute"
         moving = _moving_part(self.strategy)
-        if moving is not None and moving.offloaded:
-            results = _format_results(len(moving.offloaded), self.offloaded_names)
-            parts.append(f"{WORD_OF_TIER[moving.tier]} {results}")
+        if moving is not None and self.tier is not None:
+            what = ["the input"] if self.moves_input else []
+            if moving.offloaded:
+                what.append(_format_results(len(moving.offloaded), self.offloaded_names))
+            parts.append(f"{WORD_OF_TIER[moving.tier]} {' and '.join(what)}")
         return ", ".join([*parts, f"{rest} the rest" if parts else rest])
 
     def __repr__(self) -> str:

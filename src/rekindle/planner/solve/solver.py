@@ -9,14 +9,14 @@ Either may miss the best by what its module says, but not the best uniform choic
 is one of the choices that are compared.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rekindle.planner.solve import milp
 from rekindle.planner.solve.local_search import anneal, local_search
 from rekindle.planner.solve.milp import EXACT, ROUGH
 from rekindle.planner.solve.uniform import best_uniform
-from rekindle.planner.timeline import Timeline
+from rekindle.planner.timeline import Terms, Timeline
 from rekindle.planner.types import Candidate, Profile, Solution
 
 _DEEP = 64
@@ -105,10 +105,16 @@ def only(profile: Profile, is_meant: Callable[[Candidate], bool]) -> Profile:
 
 
 def _least_held(timeline: Timeline) -> Solution:
-    """Every block by the candidate that holds least."""
-    menus = (timeline.profile.candidates(i) for i in range(timeline.count))
-    held = [[candidate.bytes_held for candidate in menu] for menu in menus]
-    return milp.solution_of(timeline, [each.index(min(each)) for each in held], 0.0)
+    """Every block by the candidate that leaves least on the device."""
+    return milp.solution_of(timeline, [_leanest(menu) for menu in timeline.terms], 0.0)
+
+
+def _leanest(menu: Sequence[Terms]) -> int:
+    """The candidate that leaves least, or hardly more; of several, the one that moves least."""
+    lefts = [terms.left for terms in menu]
+    enough = min(lefts) + max(lefts) // 100
+    lean = [k for k, left in enumerate(lefts) if left <= enough]
+    return min(lean, key=lambda k: (menu[k].moved, lefts[k]))
 
 
 def _spread(timeline: Timeline, solution: Solution) -> Solution:

@@ -28,6 +28,7 @@ from rekindle.planner.trace.block_calls import BlockCall
 from rekindle.planner.types import BlockTrace, TracedOp, TracedValue
 from rekindle.regions.recompute.containers import packs_arguments
 from rekindle.regions.saved_indices import recomputable_indices
+from rekindle.regions.selective.main_input import main_input
 from rekindle.regions.selective.op_addresses import (
     ModuleFinder,
     depends_on_parameters_alone,
@@ -64,7 +65,9 @@ def trace_block(call: BlockCall, device: Device) -> BlockTrace:
     forward = _fresh_forward(call)
     with call.entered():
         recomputable = recomputable_indices(forward, len(trace.saved_tensors))
-    return replace(trace, recomputable=recomputable)
+    given = main_input(*call.arguments)
+    input_bytes = 0 if given is None or trace.communicates else _nbytes(given)
+    return replace(trace, recomputable=recomputable, input_bytes=input_bytes)
 
 
 def _fresh_forward(call: BlockCall) -> Callable[[], Any]:

@@ -48,6 +48,8 @@ class PlannedOpsPolicy(Policy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "_doubtful", set())
         object.__setattr__(self, "op_traits", {})
+        if self.planned.moves_input:
+            object.__setattr__(self, "input_decision", AS_PLANNED[self.planned.tier])
         object.__setattr__(self, "by_address", self._decisions(without=frozenset()))
         super().__post_init__()
 
@@ -92,9 +94,7 @@ class PlannedOpsPolicy(Policy):
         return not wrong
 
     def __repr__(self) -> str:
-        parts = _parts(self.planned)
-        texts = [f"{word} {', '.join(map(str, sorted(ops)))}" for word, ops in parts if ops]
-        return f"<{'; '.join([*texts, 'recompute the rest'])}>"
+        return str(self.planned)
 
 
 def _no_longer_matches(block: str, expected: OpAddress, found: str) -> str:

@@ -76,6 +76,8 @@ class Policy:
     """Decisions by the number of an op in its region, if that alone decides, but `recompute`."""
     by_address: PlannedDecisions | None = None
     """Decisions by the address of an op in its block, if that alone decides, but `recompute`."""
+    input_decision: Decision | None = None
+    """The decision on the region's input, if a plan moves it."""
     op_traits: dict[int, OpTraits]
     """Of a policy by addresses: traits of ops by their ids, with the decision on names that it does
     not have."""

@@ -165,6 +165,11 @@ class OpRecorder(TorchDispatchMode):
         if self._counter is not None and not failed:
             self._check_addresses(self._counter)
 
+    def move_input(self, tensor: Tensor | None, decision: Decision) -> None:
+        """Have a tensor that the region is given moved, when it comes to hold it."""
+        if tensor is not None:
+            self.table.hooks_of_input = id(tensor), self._hooks_for(decision)
+
     def is_inside_a_trace(self) -> bool:
         """Returns whether an op of the region runs others to make a graph: they are not its own.
 

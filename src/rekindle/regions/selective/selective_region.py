@@ -24,6 +24,7 @@ from rekindle.regions.selective.compiled_code import (
     site_of,
 )
 from rekindle.regions.selective.held_tensor import RecordedSlot
+from rekindle.regions.selective.main_input import main_input
 from rekindle.regions.selective.op_graph import RecordedValue, remake
 from rekindle.regions.selective.recorder import OpRecorder, is_recording
 from rekindle.torch_private.autograd_graph import (
@@ -64,6 +65,8 @@ class SelectiveRegion(Region):
         is_replayed = None if self._replay is None else self._replay.made
         self._hooks = top_hooks(False)
         self._recorder = OpRecorder(policy, self._hooks, self, is_replayed)
+        if policy.input_decision is not None:
+            self._recorder.move_input(main_input(args, kwargs), policy.input_decision)
         self._remade: list[ref[RecordedValue]] = []
         """Values that have their tensors for the backward that runs."""
         self._saved: list[tuple[ref[RecordedValue], observation.Footprint]] = []

@@ -80,6 +80,9 @@ class TensorTable:
     ) -> None:
         self._hooks = hooks
         """The saved-tensor hooks around the region, which get to see what is kept."""
+        self.hooks_of_input: tuple[int, Hooks | None] | None = None
+        """The id of the region's input, which the caller holds, and the hooks that are to hold it;
+        None if it goes through those around the region, as others do."""
         self._is_replayed = is_replayed
         """Returns whether compiled code in the region made a tensor; None if there is no such."""
         self._entries: dict[int, _Entry] = {}
@@ -228,7 +231,10 @@ class TensorTable:
         region counts what it is given.
         """
         value.from_parameters = is_parameter(tensor)
-        value.hold(HeldTensor(tensor, made_by, None if value.from_parameters else self._hooks))
+        hooks = None if value.from_parameters else self._hooks
+        if self.hooks_of_input is not None and self.hooks_of_input[0] == id(tensor):
+            hooks = self.hooks_of_input[1]
+        value.hold(HeldTensor(tensor, made_by, hooks))
         self._enter_holding(tensor, value)
 
     def hold_after_op(
