@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[1]
-COLLECTIVE_SECONDS = 120
+COLLECTIVE_SECONDS = 480
 """Seconds that a rank waits for the others: far longer than on a busy machine, and not for ever."""
 WORKER_SECONDS = 900
 
