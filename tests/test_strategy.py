@@ -10,6 +10,7 @@ import pytest
 
 from rekindle import policies, strategy
 from rekindle.strategy import (
+    Compiled,
     Keep,
     NumberedOps,
     Offload,
@@ -33,6 +34,8 @@ EACH: list[Strategy] = [
     SavedIndices((1,), count=3, modules=("mlp.act", "norm")),
     Offload(tier="disk", quota=1.0),
     Tile(4, Keep()),
+    Compiled(0.25),
+    Compiled(0.0, SavedIndices((), (1, 4), "disk", 9)),
     Rows(),
     Rows(exact=False),
     Selective(NumberedOps((1, 3), (2,), "disk")),

@@ -184,6 +184,27 @@ def is_exact_strategy(strategy: Strategy) -> bool:
     return not isinstance(strategy, Tile) and strategy != Rows(exact=False)
 
 
+@dataclass(frozen=True, repr=False)
+class Compiled(Strategy):
+    """A compiled block whose graphs save a share of what they would: the rest is recomputed.
+
+    The partitioner of `torch.compile` chooses what each graph's backward makes again. Plans for
+    compiled blocks have it; a block that is not compiled runs by `inner` alone.
+    """
+
+    budget: float
+    """The share, from 0 to 1: torch's `activation_memory_budget`, of the block's graphs alone."""
+    inner: Strategy = Keep()
+    """The strategy for what the graphs save: `Keep()`, or `SavedIndices` that moves some of it."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.budget, bool) or not 0 <= self.budget <= 1:
+            raise ValueError(f"budget should be a share from 0 to 1, but got {self.budget!r}")
+
+    def __str__(self) -> str:
+        return f"compiled at a budget of {self.budget:g}, {self.inner}"
+
+
 @dataclass(frozen=True, order=True)
 class OpAddress:
     """The place of an op in its block.

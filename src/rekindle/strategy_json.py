@@ -11,6 +11,7 @@ from reprlib import Repr
 from typing import Any, TypeAlias, get_args
 
 from rekindle.strategy import (
+    Compiled,
     Keep,
     NumberedOps,
     Offload,
@@ -119,6 +120,12 @@ def _read_share_or_bytes(found: Any, place: str) -> int | float:
     return found
 
 
+def _read_share(found: Any, place: str) -> float:
+    if type(found) not in (int, float) or not 0 <= found <= 1:
+        raise wrong(place, "a share from 0.0 to 1.0", found)
+    return float(found)
+
+
 def _read_text(found: Any, place: str) -> str:
     if type(found) is not str:
         raise wrong(place, "text", found)
@@ -212,6 +219,7 @@ _STRATEGIES: dict[str, type] = {
     "offload": Offload,
     "rows": Rows,
     "tile": Tile,
+    "compiled": Compiled,
 }
 _POLICIES: dict[str, type] = {"planned_ops": PlannedOps, "numbered_ops": NumberedOps}
 _TAGS: dict[type, str] = {kind: tag for tag, kind in {**_STRATEGIES, **_POLICIES}.items()}
@@ -241,6 +249,7 @@ _READERS: dict[type, dict[str, _Reader]] = {
     },
     Rows: {"exact": _read_bool},
     Tile: {"chunks": _read_positive, "inner": from_json},
+    Compiled: {"budget": _read_share, "inner": from_json},
     PlannedOps: {
         "kept": _read_addresses,
         "offloaded": _read_addresses,

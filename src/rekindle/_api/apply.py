@@ -41,7 +41,7 @@ def apply(model: nn.Module, what: Spelling | Mapping[str, Spelling] | Plan) -> A
         raise TypeError(f"apply() takes a model, but got {type(model).__name__}")
     if isinstance(what, Plan):
         return apply_plan(model, what)
-    return apply_strategies(model, what)
+    return apply_strategies(model, what, compiled=())
 
 
 def remove(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Strategies on the modules of a model: applied and removed in place, with no module replaced."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,12 @@ from rekindle.module_attachment import (
 from rekindle.modules import patterns
 from rekindle.modules.applied import Applied, Entry
 from rekindle.modules.blocks import blocks_of, is_a_list
+from rekindle.modules.compiled_blocks import (
+    close_blocks,
+    open_blocks,
+    restore_opened,
+    snapshot_opened,
+)
 from rekindle.modules.forward import (
     forward_of,
     install_forward,
@@ -36,6 +42,7 @@ def apply_strategies(
     strategies: Spelling | Mapping[str, Spelling],
     attach: Callable[[], None] | None = None,
     offloaders: OffloaderSet | None = None,
+    compiled: Iterable[str] | None = None,
 ) -> Applied:
     """Have a model's modules run by strategies, in place of those that were applied before.
 
@@ -46,13 +53,15 @@ def apply_strategies(
             the model is as before.
         offloaders: those that the modules use; without them the model has its own, which live until
             the strategies are removed.
+        compiled: blocks that are compiled by themselves, of a model that is compiled: paths without
+            wrappers. None: those that are now.
     """
     owned = owner_of(model) if offloaders is None else offloaders
     wanted = _wanted(model, strategies)
     _refuse_what_is_checkpointed(model, wanted)
     modules = {path: module for path, (module, _) in wanted.items()}
     run = strategies_to_run({path: strategy for path, (_, strategy) in wanted.items()})
-    with _all_or_nothing(model):
+    with _all_or_nothing(model, compiled):
         for module, strategy in {id(modules[p]): (modules[p], run[p]) for p in run}.values():
             install_forward(module, strategy, owned)
         for path, strategy in run.items():
@@ -86,17 +95,23 @@ def _forget_unused_offloaders(model: nn.Module, owned: OffloaderSet) -> None:
 
 
 @contextmanager
-def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+def _all_or_nothing(model: nn.Module, compiled: Iterable[str] | None) -> Iterator[None]:
     """Take away the strategies of a model; if the body raises, they are put back."""
     modules = list(model.modules())
     forwards = [snapshot_forward(module) for module in modules]
     hooks = snapshot_hooks(model)
-    suspended = suspend(model)
+    suspended, opened = suspend(model), snapshot_opened(model)
     try:
         for module in modules:
             uninstall_forward(module)
+        if compiled is not None:
+            close_blocks(model)
+            open_blocks(model, compiled)
         yield
     except BaseException:
+        for module in modules:
+            uninstall_forward(module)
+        restore_opened(model, opened)
         for module, was in zip(modules, forwards, strict=True):
             detach(module)
             was.put_back()
@@ -110,10 +125,18 @@ def remove_strategies(model: nn.Module) -> None:
     """Undo `apply_strategies`, and give back host memory and disk that nothing uses."""
     forwards = [forward_of(module) for module in model.modules()]
     undo(model)
+    close_blocks(model)
     release(model.modules())
     for owner in {forward.offloaders for forward in forwards if forward is not None}:
         owner.trim()
     process_owner.trim()
+
+
+def compile_blocks_alone(model: nn.Module, paths: Iterable[str]) -> None:
+    """Undo strategies, and compile some blocks by themselves, of a model that is compiled."""
+    undo(model)
+    close_blocks(model)
+    open_blocks(model, paths)
 
 
 def undo(model: nn.Module) -> None:

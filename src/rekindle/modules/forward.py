@@ -19,6 +19,7 @@ from torch import nn
 
 from rekindle.compile.checkpoint_call import checkpoint
 from rekindle.errors import RekindleError
+from rekindle.modules.compiled_forward import CompiledForward
 from rekindle.modules.heads import HeadEngine
 from rekindle.modules.strategy_engines import offload_context, runnable_policy
 from rekindle.modules.tiles import TileEngine
@@ -29,7 +30,17 @@ from rekindle.offload.owners import OffloaderSet, run_for_owner
 from rekindle.regions.base import run_under_hooks
 from rekindle.regions.saved_indices import SavedIndicesEngine, recomputed_modules
 from rekindle.regions.selective import graph_location
-from rekindle.strategy import Offload, Recompute, Rows, SavedIndices, Selective, Strategy, Tile
+from rekindle.strategy import (
+    Compiled,
+    Keep,
+    Offload,
+    Recompute,
+    Rows,
+    SavedIndices,
+    Selective,
+    Strategy,
+    Tile,
+)
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_begins
 
 _WHY_GRAPH_BREAKS = (
@@ -74,6 +85,12 @@ class Forward:
     def run_by(self, strategy: Strategy | None) -> None:
         """Run the module by a strategy from its next call on; by none, as it is."""
         self.strategy = strategy
+        self._budget: float | None = None
+        if isinstance(strategy, Compiled):
+            self._budget = strategy.budget
+            strategy = None if strategy.inner == Keep() else strategy.inner
+        self._inner = strategy
+        """The strategy, inside of a compiled block's own."""
         self.policy = runnable_policy(strategy.policy) if isinstance(strategy, Selective) else None
         """The policy of a selective region."""
         self._offload: OffloadContext | None = None
@@ -141,7 +158,7 @@ class Forward:
         return inspect.signature(self.__wrapped__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        strategy = self.strategy
+        strategy = self._inner
         if torch.compiler.is_compiling():
             forward = self.instance_forward or _traceable(self.__self__)
             if _runs_as_it_is_in_graphs(strategy):
@@ -149,7 +166,7 @@ class Forward:
             if self.is_on and strategy is not None and not isinstance(strategy, _REGIONS):
                 break_graph(_WHY_GRAPH_BREAKS)
         else:
-            forward = self.__wrapped__
+            forward = self._own_forward()
         if not self.is_on or strategy is None or (self.is_part and not self._is_named()):
             return forward(*args, **kwargs)
         if self.engine is not None:
@@ -166,10 +183,17 @@ class Forward:
             return run_for_owner(self.offloaders, self._run_as_region, (forward, args, kwargs), {})
         return self._run_as_region(forward, args, kwargs)
 
+    def _own_forward(self) -> Callable[..., Any]:
+        """The forward as it was; of a compiled block, with graphs at the budget of its strategy."""
+        own = self.__wrapped__
+        if self._budget is None or not self.is_on or not isinstance(own, CompiledForward):
+            return own
+        return own.at_budget(self._budget)
+
     def _parts(self) -> frozenset[int]:
         """Ids of the modules inside this one that its strategy recomputes."""
         if self._part_ids is None:
-            parts = parts_of(self.__self__, self.strategy)
+            parts = parts_of(self.__self__, self._inner)
             self._part_ids = frozenset(id(part) for part in parts.values())
         return self._part_ids
 

@@ -1,0 +1,150 @@
+"""`CompiledForward`: a module's forward, compiled alone, with graphs at a memory budget or without.
+
+It takes the place of the module's forward while a plan for compiled blocks is measured, or applied:
+then hooks of the module run outside of the graphs, and strategies around them. What is compiled is
+shared: by all modules of a class whose graphs are alike, and by all plans.
+
+Note [One artefact for a kind and a budget]. Dynamo finds compiled code by the code object that
+runs, and tries few entries. Each budget has a backend of its own, so all budgets of one forward
+would be entries of one code object, beside the user's own. So each budget of a class runs its
+forward by a copy of `_run`, whose code object is its own. Modules of the class share its entries,
+as far as their guards hold.
+"""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from rekindle.torch_private.compiled_functions import CompileOptions
+from rekindle.torch_private.dynamo_frames import no_graph_begins
+from rekindle.torch_private.memory_budgets import memory_budget
+
+
+class CompiledForward:
+    """A module's forward, compiled by options that a user gave."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: CompileOptions,
+        own: Callable[..., Any] | None = None,
+        budget: float | None = None,
+    ) -> None:
+        self._module = ref(module)  # weakly: a model should go without the garbage collector
+        self.options = options
+        self.own = own
+        """The forward in the module's `__dict__` before, which hides that of its class."""
+        self.budget = budget
+        """The budget of its graphs; None for what the user's options say."""
+        self._compiled: Callable[..., Any] | None = None
+        self._at_budgets: dict[float, CompiledForward] = {}
+
+    @property
+    def __self__(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "its module calls it"
+        return module
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward as it is without `torch.compile`."""
+        return self.own or MethodType(type(self.__self__).forward, self.__self__)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The function that is compiled."""
+        own = self.own
+        return type(self.__self__).forward if own is None else getattr(own, "__func__", own)
+
+    @no_graph_begins
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # as part of another graph
+            return self.__wrapped__(*args, **kwargs)
+        if self._compiled is None:
+            self._compiled = _compiled(
+                type(self.__self__), self.__func__, self.options, self.budget
+            )
+        bound = self if self.own is None else self.own
+        if hasattr(bound, "__self__"):
+            args = (bound.__self__, *args)
+        return self._compiled(self.__func__, args, kwargs)
+
+    def at_budget(self, budget: float) -> "CompiledForward":
+        """The same forward with its graphs at a budget."""
+        if budget not in self._at_budgets:
+            there = CompiledForward(self.__self__, self.options, self.own, budget)
+            self._at_budgets[budget] = there
+        return self._at_budgets[budget]
+
+    def __reduce__(self) -> Any:
+        # As with torch, whose modules forget that they are compiled when they are pickled.
+        return _uncompiled, (self.__self__, self.own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledForward":
+        module, own = copy.deepcopy((self.__self__, self.own), memo)
+        return CompiledForward(module, self.options, own, self.budget)
+
+
+def _uncompiled(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
+    return own or MethodType(type(module).forward, module)
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class _AtBudget:
+    """A backend that partitions its graphs at a budget; equal ones share what was compiled."""
+
+    backend: Any
+    budget: float | None
+
+    def __post_init__(self) -> None:
+        self.compiler_name = getattr(self.backend, "compiler_name", str(self.backend))
+        self.__name__ = self.compiler_name
+        for name in ("backend_ctx_ctor", "get_compiler_config", "reset"):  # which torch looks for
+            if hasattr(self.backend, name):
+                setattr(self, name, getattr(self.backend, name))
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        with nullcontext() if self.budget is None else memory_budget(self.budget):
+            return self.backend(graph, inputs, **options)
+
+
+@dataclass(frozen=True, eq=False)
+class _Artefact:
+    function: Callable[..., Any]
+    options: CompileOptions
+    budget: float | None
+    compiled: Callable[..., Any]
+
+
+_artefacts: "WeakKeyDictionary[type, list[_Artefact]]" = WeakKeyDictionary()
+"""What was compiled, by class of module: plans come and go, and models of a class share it."""
+
+
+def _compiled(
+    kind: type[nn.Module],
+    function: Callable[..., Any],
+    options: CompileOptions,
+    budget: float | None,
+) -> Callable[..., Any]:
+    """The function that runs a forward at a budget: Note [One artefact for a kind and a budget]."""
+    known = _artefacts.setdefault(kind, [])
+    for each in known:
+        if each.function is function and each.budget == budget and each.options == options:
+            return each.compiled
+    code = _run.__code__
+    own = FunctionType(code.replace(co_name=f"{kind.__name__}_forward"), globals())
+    backend = options.backend if budget is None else _AtBudget(options.backend, budget)
+    compiled = options.compile(own, backend)
+    known.append(_Artefact(function, options, budget, compiled))
+    return compiled
