@@ -93,8 +93,8 @@ def test_a_saved_plan_is_json_of_numbers_and_text(tmp_path: Path) -> None:
 
     PLAN.save(tmp_path / "plan.json")
     values = json.loads((tmp_path / "plan.json").read_text())
-    assert kinds(values) <= {str, int, float, type(None)}
-    assert (values["schema"], values["version"]) == ("rekindle plan", 10)
+    assert kinds(values) <= {str, int, float, bool, type(None)}
+    assert (values["schema"], values["version"]) == ("rekindle plan", 11)
 
 
 def test_a_saved_plan_has_every_field_of_the_plan_but_its_profile(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_file_that_is_no_plan_at_all_is_refused_by_its_name(text: str, tmp_pat
 
 def test_another_version_is_refused_with_both(tmp_path: Path) -> None:
     path = saved(PLAN, tmp_path, version=1)
-    with pytest.raises(ValueError, match="has version 1, but this rekindle reads 4 to 10"):
+    with pytest.raises(ValueError, match="has version 1, but this rekindle reads 4 to 11"):
         rekindle.Plan.load(path)
 
 

@@ -56,7 +56,7 @@ def test_a_profile_that_was_saved_has_the_same_plans(tmp_path: Path) -> None:
 def test_a_saved_profile_is_json_with_its_schema_and_fields(tmp_path: Path) -> None:
     SAVED.save(tmp_path / "profile.json")
     values = json.loads((tmp_path / "profile.json").read_text())
-    assert (values["schema"], values["version"]) == ("rekindle profile", 10)
+    assert (values["schema"], values["version"]) == ("rekindle profile", 11)
     assert values.keys() - {"schema", "version"} == vars(SAVED).keys()
 
 

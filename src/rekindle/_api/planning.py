@@ -17,8 +17,9 @@ from rekindle._api.planning_checks import (
     need_scipy,
     refuse_without_memory,
 )
-from rekindle.modules.blocks import Named, named_blocks
+from rekindle.modules.blocks import Named, named_blocks, unwrapped_blocks
 from rekindle.planner import fit as fit_model
+from rekindle.planner.compiled_modules import refuse_compiled
 from rekindle.planner.fake_profile import Like, fake_profile
 from rekindle.planner.find_frontier import find_frontier
 from rekindle.planner.fit_request import FitRequest, VerifyLevel
@@ -138,6 +139,9 @@ def _profile(
         require_same_on_ranks(spill=spill, exact=exact, loss="none" if loss is None else "given")
     with show_progress(checked_progress(progress)):
         if on_meta:
+            refuse_compiled(
+                model, unwrapped_blocks(model) if blocks is None else named_blocks(model, blocks)
+            )
             found = fake_profile(model, batch, optimizer, like, given, blocks, exact=exact)
         else:
             measured_on = measuring_device(compute_device(model), spill)

@@ -1,15 +1,13 @@
 """Checks of the arguments of `profile`, `solve`, `frontier` and `fit`."""
 
-from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
-from rekindle.modules.blocks import Named, blocks_of, named_blocks
-from rekindle.modules.unwrapping import class_name, in_places
-from rekindle.planner.compiled_modules import FIT_FIRST, compiled_around
+from rekindle.modules.blocks import Named, named_blocks
+from rekindle.modules.unwrapping import class_name
 from rekindle.planner.devices import Device
 from rekindle.planner.loss import Loss
 from rekindle.planner.trace.fake_tensors import is_without_memory
@@ -19,10 +17,11 @@ from rekindle.torch_private.autograd_graph import has_accumulation_hooks
 
 
 def check_model(model: Any, blocks: Named | None) -> None:
-    """Refuse what is no model, is not trained, is compiled, or has hooks that a step would run."""
+    """Refuse what is no model, is not trained, or has hooks that a step would run."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"profile() takes a model, but got {type(model).__name__}")
-    _refuse_compiled(model, blocks_of(model) if blocks is None else _own_paths(model, blocks))
+    if blocks is not None:
+        named_blocks(model, blocks)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("No parameter of the model requires a gradient: it is not trained")
     if any(has_accumulation_hooks(p) for p in model.parameters()):
@@ -42,18 +41,6 @@ def check_source_of_times(like: Any, spill: bool, on_meta: bool) -> None:
         )
     if spill and on_meta:
         raise ValueError('spill=True is for a real device: with device="meta" no disk is measured')
-
-
-def _own_paths(model: nn.Module, blocks: Named) -> dict[str, nn.Module]:
-    """The blocks that are named, by the model's own paths."""
-    return in_places(model, named_blocks(model, blocks))
-
-
-def _refuse_compiled(model: nn.Module, blocks: Iterable[str]) -> None:
-    """Refuse a model whose blocks run as part of a compiled graph."""
-    path = compiled_around(model, blocks)
-    if path is not None:
-        raise ValueError(f"{path or type(model).__name__} is compiled: {FIT_FIRST}.")
 
 
 def refuse_without_memory(model: nn.Module) -> None:
@@ -87,7 +74,6 @@ def is_meta(device: Any) -> bool:
 
 def check_given_profile(profile: Any, model: nn.Module, batch: Any, loss: Loss | None) -> None:
     """Refuse a profile that is not of this model, batch and loss."""
-    _refuse_compiled(model, blocks_of(model))
     if not isinstance(profile, Profile):
         raise TypeError(f"profile should be a Profile, but got {type(profile).__name__}")
     if profile.model not in (class_name(model), type(model).__name__):

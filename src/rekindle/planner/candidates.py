@@ -12,6 +12,7 @@ from rekindle.planner.module_sets import ModuleSet
 from rekindle.planner.op_words import word_of
 from rekindle.planner.types import BlockTrace, Candidate, Profile, TracedOp
 from rekindle.strategy import (
+    Compiled,
     Keep,
     NumberedOps,
     OpAddress,
@@ -19,6 +20,7 @@ from rekindle.strategy import (
     Recompute,
     SavedIndices,
     Selective,
+    Strategy,
     TierName,
 )
 
@@ -33,6 +35,31 @@ def candidates(trace: BlockTrace) -> tuple[Candidate, ...]:
         *(recomputing_modules(each, trace) for each in modules),
         *(selecting(kept, trace) for kept in keep_sets.keep_sets(trace)),
     )
+
+
+BUDGETS = (0.75, 0.5, 0.25, 0.1, 0.0)
+"""Shares of what its graphs save without a plan that a compiled block may save."""
+
+
+def compiled_candidates() -> tuple[Candidate, ...]:
+    """The candidates of a compiled block that move nothing, the first of which keeps all.
+
+    Each budget is one more compilation of a distinct block.
+    """
+    budgets = (Candidate(Compiled(budget)) for budget in BUDGETS)
+    return Candidate(Keep()), Candidate(Recompute()), *budgets
+
+
+def keeping_saved_at(candidate: Candidate, trace: BlockTrace) -> Candidate:
+    """A candidate of a compiled block, going by the indices of what its graphs save.
+
+    `trace` is that of the block with the candidate's graphs.
+    """
+    saved = SavedIndices(count=len(trace.saved_tensors))
+    match candidate.strategy:
+        case Compiled() as strategy:
+            return replace(candidate, strategy=replace(strategy, inner=saved))
+    return replace(candidate, strategy=saved)
 
 
 def recomputing_saved(derivable: tuple[int, ...], trace: BlockTrace) -> list[Candidate]:
@@ -127,23 +154,23 @@ def offloading(
         tier: where results are moved to.
     """
     sizes = _movable(candidate, trace)
+    inputs = {key for key in sizes if key == _INPUT or _are_of_input(key, trace)}  # not made by it
     worth = max(sum(sizes.values()) // 100, 1)
     largest = sorted((key for key, size in sizes.items() if size >= worth), key=lambda k: -sizes[k])
     sets = [largest[:count] for count in range(1, len(largest) + 1)]
     if len(sets) > _MOVES:
         sets = [*sets[:_MOVES], sets[-1]]
-    if _INPUT in sizes and largest[0] != _INPUT:
-        sets.append([_INPUT])
+    sets += [[key] for key in inputs if sizes[key] >= worth and largest[0] != key]
     found = []
     for chosen in sets:
         count = len(chosen)
         away = [index for indices in chosen for index in indices]
         moved = sum(sizes[indices] for indices in chosen)
-        own_input = sizes[_INPUT] if _INPUT in chosen else 0  # which it does not make
+        own_input = sum(sizes[indices] for indices in chosen if indices in inputs)
         found.append(
             replace(
                 candidate,
-                strategy=_moving(candidate, away, trace, tier),
+                strategy=_moving(candidate.strategy, away, trace, tier),
                 bytes_held=max(candidate.bytes_held - (moved - own_input), 0),
                 input_freed=candidate.input_freed + own_input,
                 bytes_moved=moved,
@@ -162,11 +189,19 @@ _MOVES = 6
 """How many of the largest results are moved one by one, before all of them are."""
 
 
+def _are_of_input(places: tuple[int, ...], trace: BlockTrace) -> bool:
+    """True if saved tensors at some places, of a compiled block, are what it was given."""
+    v = trace.saved_tensors[places[0]] if places[0] < len(trace.saved_tensors) else None
+    return v is not None and trace.values[v].is_input
+
+
 def _moving(
-    candidate: Candidate, away: list[int], trace: BlockTrace, tier: TierName
-) -> Selective | SavedIndices:
-    """A candidate's strategy with some results moved: saved tensors, or ops by their number."""
-    match candidate.strategy:
+    strategy: Strategy, away: list[int], trace: BlockTrace, tier: TierName
+) -> Selective | SavedIndices | Compiled:
+    """A strategy with some results moved: saved tensors, or ops by their number."""
+    match strategy:
+        case Compiled(inner=inner):
+            return replace(strategy, inner=_moving(inner, away, trace, tier))
         case SavedIndices() as strategy:
             return replace(strategy, offloaded=tuple(sorted(away)), tier=tier)
         case Selective(policy=PlannedOps(kept=kept) | NumberedOps(kept=kept)):
@@ -174,19 +209,23 @@ def _moving(
             stays = [op for op in ops if op.number not in away]
             moved = [op for op in ops if op.number in away]
             return _selective(stays, moved, tier, moves_input=_INPUT[0] in away)
-    raise AssertionError(f"{candidate.strategy} keeps no results that could be moved")
+    raise AssertionError(f"{strategy} keeps no results that could be moved")
 
 
 def _movable(candidate: Candidate, trace: BlockTrace) -> dict[tuple[int, ...], int]:
     """Bytes of each result that may be moved: by saved indices, or by the number of its op."""
     values = trace.values
     match candidate.strategy:
+        case Compiled(inner=inner):
+            return _movable(replace(candidate, strategy=inner), trace)
         case SavedIndices(recomputed=recomputed, modules=modules):
             indices: dict[int, list[int]] = {}
             given = module_sets.given_to(trace, modules)  # which their regions hold
             for place, index in enumerate(trace.saved_outside(modules)):
                 v = trace.saved_tensors[index]
-                if v is None or v in given or values[v].maker is None or values[v].changes:
+                if v is None or v in given or values[v].changes:
+                    continue
+                if values[v].maker is None and not values[v].is_input:
                     continue
                 indices.setdefault(v, []).append(place)
             return {
@@ -227,6 +266,10 @@ def with_names(candidate: Candidate, trace: BlockTrace) -> Candidate:
         ]
 
     match candidate.strategy:
+        case Compiled(inner=inner):
+            inside = with_names(replace(candidate, strategy=inner), trace)
+            made = (op for op in trace.ops if not any(trace.values[v].is_input for v in op.outputs))
+            return replace(inside, strategy=candidate.strategy, kept_names=words(made))
         case SavedIndices(recomputed=recomputed, offloaded=offloaded, modules=modules):
             return replace(
                 candidate,

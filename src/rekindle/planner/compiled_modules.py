@@ -1,23 +1,22 @@
-"""Finds blocks that run inside compiled code, where nothing can be measured."""
+"""What cannot be planned of compiled code, and what to do instead."""
 
 from collections.abc import Iterable
 
 from torch import nn
 
-from rekindle.torch_private.dynamo_frames import is_compiled
+from rekindle.modules.compiled_blocks import compiled_paths
 
-FIT_FIRST = (
-    "blocks are measured op by op, which a graph has none of. Call rekindle.fit on the model "
-    "before torch.compile: what is compiled after has the plan in its graphs"
+COMPILED_STEP = (
+    "a graph around the model has no blocks to plan by. Compile the model, or its blocks, and not "
+    "the function that calls it; or give the model itself, with loss="
 )
 
 
-def compiled_around(model: nn.Module, blocks: Iterable[str]) -> str | None:
-    """The path of a compiled module that is, or contains, one of the blocks; None without any."""
-    paths = list(blocks)
-    path: str
-    for path, module in model.named_modules(remove_duplicate=False):
-        is_around = not path or any(f"{block}.".startswith(f"{path}.") for block in paths)
-        if is_around and is_compiled(module):
-            return path
-    return None
+def refuse_compiled(model: nn.Module, blocks: Iterable[str]) -> None:
+    """Refuse a model whose blocks are compiled, to be profiled without a device."""
+    compiled = compiled_paths(model, blocks)
+    if compiled:
+        raise ValueError(
+            f"{compiled[0] or type(model).__name__} is compiled: compiled code is measured where "
+            'it runs. With device="meta", profile the model before torch.compile.'
+        )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rekindle.planner import json_schema
 
-_VERSION = 10
+_VERSION = 11
 _OLDEST = 4
 _Value = TypeVar("_Value")
 
@@ -159,5 +159,6 @@ _MIGRATIONS: dict[int, Callable[[Fields], Fields]] = {
     7: _with_more_fields,
     8: _with_more_fields,
     9: _with_more_fields,
+    10: _with_more_fields,
 }
 """By version: the function that makes the fields of the next version."""

@@ -61,6 +61,8 @@ class Plan:
     """Blocks that the step did not run: should another one run them, they are recomputed."""
     left_out: tuple[str, ...] = ()
     """Modules that repeat and are left as they are, because other blocks were named."""
+    compiled: tuple[str, ...] = ()
+    """Blocks that are compiled, each by itself; the plan is for them as compiled code."""
     planning_peak: int | None = None
     """Bytes that planning itself peaked at; the step that tries the plan out is `measured_peak`."""
     verified: str | None = None
@@ -87,6 +89,9 @@ class Plan:
         for i, (path, _, _) in enumerate(self.heads):
             if path in kinds:
                 yield f"heads[{i}]", f"names {path!r}, which is a block"
+        for i, path in enumerate(self.compiled):
+            if path not in kinds:
+                yield f"compiled[{i}]", f"names {path!r}, which is not among the blocks"
         if (self.measured_peak is None) != (self.measured_time is None):
             yield "measured_time", "should be there if, and only if, measured_peak is"
 

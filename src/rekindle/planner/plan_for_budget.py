@@ -141,6 +141,7 @@ def plan_by(
         inputs=profile.inputs,
         unused=profile.unused,
         left_out=profile.left_out,
+        compiled=profile.compiled,
         planning_peak=profile.planning_peak,
         profile=profile,
     )

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rekindle.modules.apply_strategies import compile_blocks_alone
 from rekindle.modules.blocks import Named, named_blocks, unwrapped_blocks
+from rekindle.modules.compiled_blocks import compiled_paths, open_blocks, set_aside_around
 from rekindle.modules.patterns import generalized, is_inside
 from rekindle.modules.unwrapping import class_name, places, unwrapped
 from rekindle.offload.owners import OffloaderSet
@@ -35,6 +37,7 @@ from rekindle.planner.loss import Loss
 from rekindle.planner.measure.block_benchmark import BlockBenchmark
 from rekindle.planner.measure.link import link_bandwidth, tier_share
 from rekindle.planner.measure.measure_candidates import measure_candidates, offload_candidates
+from rekindle.planner.measure.measure_compiled import measure_compiled
 from rekindle.planner.measure.measure_rests import with_rests, with_times_of_rests
 from rekindle.planner.measure.preserve_model_state import repeatable
 from rekindle.planner.measure.static_memory import static_bytes
@@ -123,19 +126,30 @@ def profile_model(
         metered_as_a_whole(measured_on.device, step.existing_tensors()) as meter,
     ):
         report_progress("trace")
+        compile_blocks_alone(model, ())
+        set_aside_around(model, repeated)
         found = repeated if blocks is not None else _blocks(step, measured_on.known)
-        traced = trace_steps(step, found, measured_on.device, measured_on.clock, exact)
+        open_blocks(model, found)
+        compiled = frozenset(compiled_paths(model, found))
+        traced = trace_steps(
+            *(step, found, measured_on.device, measured_on.clock, exact), compiles=bool(compiled)
+        )
         is_run = any(all_gather(bool(traced.first.order)))
         if not is_run and blocks is None and "" not in found:
             _log.info("%s calls none of its layers itself: it is one block", class_name(model))
             found = {"": unwrapped(model)}
-            traced = trace_steps(step, found, measured_on.device, measured_on.clock, exact)
+            open_blocks(model, found)
+            compiled = frozenset(compiled_paths(model, found))
+            traced = trace_steps(
+                *(step, found, measured_on.device, measured_on.clock, exact),
+                compiles=bool(compiled),
+            )
         trace = traced.first
         if not trace.order:
             raise ValueError("The step ran none of the model's blocks: does it call the model?")
         merged = merge_traces(all_gather(trace), found)
         with gathered_around(model, found.values()):
-            profiles = _profile_blocks(found, trace, traced.calls, merged, measured_on)
+            profiles = _profile_blocks(found, compiled, trace, traced.calls, merged, measured_on)
         profile = _assemble(step, static, trace, merged, profiles, measured_on)
         if trace.spans is not None:
             profile = calibrate_to_recomputing(profile, trace.order, trace.spans)
@@ -187,6 +201,7 @@ def _left_out(model: nn.Module, blocks: Iterable[str]) -> tuple[str, ...]:
 
 def _profile_blocks(
     blocks: dict[str, nn.Module],
+    compiled: frozenset[str],
     trace: StepTrace,
     calls: dict[BlockKey, BlockCall],
     merged: MergedTrace,
@@ -204,13 +219,15 @@ def _profile_blocks(
     for index, merged_key in enumerate(count_progress(merged.keys, "block")):
         if index not in own_paths:
             path = next(path for path, other in merged.indices.items() if other == index)
-            found = _profile_block(class_name(blocks[path]), merged_key, None, measured_on)
+            kind, is_compiled = class_name(blocks[path]), path in compiled
+            found = _profile_block(kind, merged_key, None, is_compiled, measured_on)
         else:
+            is_compiled = own_paths[index] in compiled
             key = trace.keys[own_paths[index]]
             call = calls.pop(key) if last_use[key] == index else calls[key]
             kind = class_name(call.block)
             if measured_on.known is None:
-                found = _profile_block(kind, key, call, measured_on)
+                found = _profile_block(kind, key, call, is_compiled, measured_on)
             else:
                 path = next(path for path, other in trace.keys.items() if other == key)
                 found = _known_block(measured_on.known, path, key)
@@ -224,20 +241,28 @@ def _benchmark(call: BlockCall, measured_on: MeasuringDevice) -> BlockBenchmark:
 
 
 def _profile_block(
-    kind: str, key: BlockKey, call: BlockCall | None, measured_on: MeasuringDevice
+    kind: str,
+    key: BlockKey,
+    call: BlockCall | None,
+    is_compiled: bool,
+    measured_on: MeasuringDevice,
 ) -> BlockProfile:
     """Trace a block, list its candidates, and measure them; without a call, other ranks do."""
     benchmark = None if call is None else _benchmark(call, measured_on)
-    trace = None if call is None else trace_block(call, measured_on.clock.estimates)
-    own = () if trace is None else candidates(trace)
-    measured = measure_candidates(benchmark, agree_on_candidates(trace, own))
-    if benchmark is not None and trace is not None:
-        if measured_on.bytes_per_second:
-            measured |= offload_candidates(benchmark, trace, measured, measured_on.tier)
-        measured = {name: with_names(each, trace) for name, each in measured.items()}
+    if is_compiled:
+        tier = measured_on.tier if measured_on.bytes_per_second else None
+        measured = measure_compiled(benchmark, tier)
+    else:
+        trace = None if call is None else trace_block(call, measured_on.clock.estimates)
+        own = () if trace is None else candidates(trace)
+        measured = measure_candidates(benchmark, agree_on_candidates(trace, own))
+        if benchmark is not None and trace is not None:
+            if measured_on.bytes_per_second:
+                measured |= offload_candidates(benchmark, trace, measured, measured_on.tier)
+            measured = {name: with_names(each, trace) for name, each in measured.items()}
     kept = with_casts(tuple(undominated(worst_of_ranks(measured))))
     output_freed = _NOT_RUN if benchmark is None else benchmark.output_freed
-    return BlockProfile(kind, key.signature, kept, key.ambient, output_freed, key.ops)
+    return BlockProfile(kind, key.signature, kept, key.ambient, output_freed, key.ops, is_compiled)
 
 
 _NOT_RUN = 2**62

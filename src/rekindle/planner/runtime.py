@@ -20,11 +20,11 @@ from rekindle.modules.applied import Applied
 from rekindle.modules.apply_strategies import apply_strategies
 from rekindle.modules.blocks import unwrapped_blocks
 from rekindle.modules.caches import forbid_cache
+from rekindle.modules.compiled_blocks import compiled_paths
 from rekindle.modules.forward import forward_of, install_forward
 from rekindle.modules.patterns import is_inside
 from rekindle.modules.unwrapping import class_name, places, unwrapped
 from rekindle.offload.owners import OffloaderSet, owner_of
-from rekindle.planner.compiled_modules import compiled_around
 from rekindle.planner.fit_request import FitRequest
 from rekindle.planner.input_shapes import Shapes, count_elements, format_shapes, input_shapes
 from rekindle.planner.instruments.model_lock import planning_lock
@@ -111,7 +111,9 @@ class PlanRuntime:
         """Return why the model cannot be fitted again in this call; None if it can."""
         if self.refit is None:
             return "the plan was applied, not fitted"
-        if compiled_around(model, [path for path, _, _ in self.plan.blocks]) is not None:
+        if self.plan.compiled:
+            return "its blocks are compiled; call rekindle.fit with the larger batch"
+        if compiled_paths(model, (path for path, _, _ in self.plan.blocks)):
             return "its blocks are compiled; call rekindle.fit before torch.compile"
         if has_other_ranks():
             return "ranks would have to agree on when; call rekindle.fit on all of them"
@@ -202,8 +204,11 @@ def _finish_copy_outs_before_backward(
 
 def apply_plan(model: nn.Module, plan: Plan) -> Applied:
     """Apply a plan to a model, after checking that it is for this model; all of it or nothing."""
+    strategies = strategies_for(plan, model)
+    _refuse_other_code(plan, model)
+    compiled = () if plan.keeps_all else plan.compiled
     applied = apply_strategies(
-        model, strategies_for(plan, model), lambda: _attach_runtime(plan, model)
+        model, strategies, lambda: _attach_runtime(plan, model), compiled=compiled
     )
     where = planned_paths(model)
     return applied.in_words({where[path]: each.describe() for path, _, each in plan.blocks})
@@ -229,6 +234,23 @@ def strategies_for(plan: Plan, model: nn.Module) -> dict[str, Strategy]:
     strategies: dict[str, Strategy] = {where[path]: Recompute() for path in skipped}
     strategies |= {where[path]: candidate.strategy for path, _, candidate in plan.blocks}
     return {**strategies, **{where[path]: strategy for path, _, strategy in plan.heads}}
+
+
+def _refuse_other_code(plan: Plan, model: nn.Module) -> None:
+    """Raise a `ValueError` if a plan for compiled blocks meets others, or the other way round."""
+    if plan.keeps_all:
+        return
+    compiled = set(compiled_paths(model, (path for path, _, _ in plan.blocks)))
+    for path, kind, _ in plan.blocks:
+        if (path in compiled) == (path in plan.compiled):
+            continue
+        code = ("compiled code", "code that is not compiled")
+        planned, found = code if path in plan.compiled else reversed(code)
+        raise ValueError(
+            f"The plan is for {kind} at {path!r} as {planned}, but the model has it as {found}. "
+            "They save other activations: fit the model as it is now, or apply the plan before "
+            "torch.compile if it was made without."
+        )
 
 
 def _is_planned(path: str, planned: Iterable[str]) -> bool:

@@ -25,6 +25,7 @@ from rekindle.planner.rest import FIELDS, Heads, Rest, is_exact
 from rekindle.sizes import format_bytes, format_count
 from rekindle.strategy import (
     WORD_OF_TIER,
+    Compiled,
     Keep,
     NumberedOps,
     OpAddress,
@@ -153,7 +154,7 @@ class TracedOp:
 
 @dataclass(frozen=True)
 class TracedValue:
-    """One storage that a block's forward made."""
+    """One storage that a block's forward made, or, in compiled code, was given."""
 
     nbytes: int
     maker: int | None
@@ -162,6 +163,8 @@ class TracedValue:
     """True if it is written to after it was made: a copy made at once would be out of date."""
     module: str = ""
     """The path of the module that makes it, in the block."""
+    is_input: bool = False
+    """True if the block was given it: compiled blocks move their inputs, too."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,8 @@ class Candidate:
     """`Keep`, `Recompute`, `SavedIndices`, or `Selective` with `PlannedOps` or `NumberedOps`.
 
     `Selective` can recompute anything, but has the host look at every op. `SavedIndices` goes by
-    what autograd saves, and makes again what one op gives back.
+    what autograd saves, and makes again what one op gives back. A compiled block has `Compiled` in
+    place of `Selective`: its graphs recompute.
     """
     bytes_held: int = 0
     """Bytes that the forward leaves on the device for the backward, its output included."""
@@ -239,6 +243,9 @@ class Candidate:
     """Bytes of its input that it does not hold after its forward."""
     seconds_noise: float = 0.0
     """Seconds by which its runs, forward and backward, differed when it was measured."""
+    is_exact: bool = True
+    """False if gradients differed in their last bits from those of the block without a plan, when
+    it was measured: graphs that recompute fuse other ops."""
     casts_cached: int = 0
     """Bytes of casts of its weights that autocast's cache alone holds after its forward."""
     casts_held: int = 0
@@ -281,6 +288,8 @@ class Candidate:
                 found.append("recompute")
             case SavedIndices(recomputed=recomputed, modules=modules):
                 found = ["keep", "recompute"] if recomputed or modules else ["keep"]
+            case Compiled():
+                found = ["keep", "recompute"]
             case _:
                 found = ["recompute"]
         return (*found, WORD_OF_TIER[self.tier]) if self.tier is not None else tuple(found)
@@ -302,6 +311,11 @@ class Candidate:
                     what.append(_format_results(len(recomputed), self.recomputed_names))
                 if what:
                     parts.append(f"recompute {' and '.join(what)}")
+            case Compiled(budget=budget):
+                rest = "recompute"
+                names = self.kept_names
+                saved = f" {_format_results(len(names), names)}" if names else ""
+                parts.append(f"keep{saved} at a budget of {budget:g}")
             case _:
                 rest = "recompute"
         moving = _moving_part(self.strategy)
@@ -319,7 +333,7 @@ class Candidate:
     def inconsistencies(self) -> Iterator[Inconsistency]:
         """Places where fields of the right types contradict each other, with what is wrong."""
         moving, name = _moving_part(self.strategy), type(self.strategy).__name__
-        if moving is None and not isinstance(self.strategy, Keep | Recompute):
+        if moving is None and not isinstance(self.strategy, Keep | Recompute | Compiled):
             yield "strategy", f"should be one that a plan has, but is {name}"
         if self.bytes_moved and moving is None:
             yield "bytes_moved", f"should be 0 where the strategy is {name}"
@@ -332,6 +346,8 @@ def _moving_part(strategy: Strategy) -> SavedIndices | PlannedOps | NumberedOps 
     match strategy:
         case SavedIndices():
             return strategy
+        case Compiled(inner=inner):
+            return _moving_part(inner)
         case Selective(policy=PlannedOps() | NumberedOps() as policy):
             return policy
     return None
@@ -377,6 +393,8 @@ class BlockProfile:
     ops: str = ""
     """A digest of the ops that it runs, which tells blocks with one signature apart; "" in older
     files."""
+    is_compiled: bool = False
+    """True if it was measured as compiled code."""
 
     def __repr__(self) -> str:
         return f"<BlockProfile of {self.kind}: {format_count(len(self.candidates), 'candidate')}>"
@@ -492,6 +510,12 @@ class Profile:
         """The profile with one way to run the head and the loss as its own, and others beside."""
         figures = {name: getattr(own, name) for name in FIELDS}
         return replace(self, heads=own.heads, rests=others, **figures)
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """Paths of the blocks that were measured as compiled code."""
+        found = (path for path, index in self.order if self.blocks[index].is_compiled)
+        return tuple(dict.fromkeys(found))
 
     def candidates(self, position: int) -> tuple[Candidate, ...]:
         """The candidates at one place of the forward."""

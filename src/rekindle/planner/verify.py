@@ -23,6 +23,7 @@ zero, doubled, or that of another dropout mask, however noisy the others are.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import combinations
 from math import isfinite, sqrt
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from rekindle.errors import RekindleError
-from rekindle.modules.apply_strategies import apply_strategies, undo
+from rekindle.modules.apply_strategies import apply_strategies, compile_blocks_alone, undo
 from rekindle.modules.unwrapping import in_places
 from rekindle.planner.gradient_fingerprints import (
     GradientFingerprint,
@@ -44,7 +45,7 @@ from rekindle.planner.rest import is_exact
 from rekindle.planner.timeline import simulate
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Candidate, Profile
-from rekindle.strategy import Keep, Recompute, Strategy, is_exact_strategy
+from rekindle.strategy import Compiled, Keep, Recompute, Strategy, is_exact_strategy
 
 BIT_FOR_BIT = "gradients bit for bit"
 _REPEATS = 2
@@ -79,7 +80,7 @@ def verify_gradients(
     how = f"with {len(changed)} of {len(planned)} blocks{head} run another way"
     if not (is_exact(plan.heads) and all(map(is_exact_strategy, planned.values()))):
         how += ", and by rows or in tiles as in the plan where these are not exact"
-    reference = _gradients(step, strategies)
+    reference = _gradients(step, strategies, plan.compiled)
     others = differing_keys(found, reference)
     count = max(all_gather(len(others)))
     if not count:
@@ -87,7 +88,7 @@ def verify_gradients(
     runs, wrong = [reference], others
     spread: _Spread | None = None
     for _ in range(_REPEATS):
-        runs.append(_gradients(step, strategies))
+        runs.append(_gradients(step, strategies, plan.compiled))
         spread = _spread_of_step(runs)
         wrong = [key for key in others if not _is_within(key, found[key], runs, spread)]
         if not any(all_gather(bool(wrong))):
@@ -107,21 +108,29 @@ def reference_for(plan: Plan, profile: Profile, limit: int) -> dict[str, Strateg
     What changes the last bits of gradients changes them in the reference as well.
     """
     planned = {path: candidate.strategy for path, _, candidate in plan.blocks}
-    strategies: dict[str, Strategy] = dict.fromkeys(planned, Recompute())
+    strategies = {path: _recomputed(strategy) for path, strategy in planned.items()}
     heads = plan.heads
     if heads and is_exact(heads):
         limit = max(limit, profile.recompute_peak or 0)
         if simulate(profile, _candidates(profile, strategies)).peak <= limit:
             heads = ()
     profile = profile.with_heads(heads)
-    inexact = {path: each for path, each in planned.items() if not is_exact_strategy(each)}
-    strategies |= inexact
     for path in _distinct_blocks_in_turn(profile):
-        if planned[path] != Keep() and path not in inexact:
+        if planned[path] != Keep() and strategies[path] == Recompute():
             strategies[path] = Keep()
             if simulate(profile, _candidates(profile, strategies)).peak > limit:
                 strategies[path] = Recompute()
     return {**strategies, **{path: strategy for path, _, strategy in heads}}
+
+
+def _recomputed(planned: Strategy) -> Strategy:
+    """The strategy that recomputes a block, and gives the bits of one that was planned.
+
+    Graphs at another budget may fuse other ops, and round otherwise. What is not exact stays.
+    """
+    if isinstance(planned, Compiled):
+        return replace(planned, inner=Recompute())
+    return Recompute() if is_exact_strategy(planned) else planned
 
 
 def _distinct_blocks_in_turn(profile: Profile) -> list[str]:
@@ -145,9 +154,12 @@ def _candidates(profile: Profile, strategies: dict[str, Strategy]) -> list[Candi
     return found
 
 
-def _gradients(step: TrainingStep, strategies: dict[str, Strategy]) -> GradientFingerprints:
+def _gradients(
+    step: TrainingStep, strategies: dict[str, Strategy], compiled: Iterable[str]
+) -> GradientFingerprints:
     """Return the gradients of one step by some strategies; the model's state stays as it is."""
     with repeatable(step):
+        compile_blocks_alone(step.model, compiled)
         apply_strategies(step.model, in_places(step.model, strategies))
         found = step.fingerprints()
         undo(step.model)

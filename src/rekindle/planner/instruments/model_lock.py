@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from rekindle.planner.compiled_modules import FIT_FIRST
+from rekindle.planner.compiled_modules import COMPILED_STEP
 from rekindle.torch_private.dynamo_frames import break_graph, no_graph_begins, within_compiled_code
 
 _locks: "WeakKeyDictionary[nn.Module, RLock]" = WeakKeyDictionary()
@@ -33,11 +33,11 @@ def for_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     @no_graph_begins
     def run(*args: Any) -> Any:
         if torch.compiler.is_compiling():
-            break_graph(FIT_FIRST)
+            break_graph(COMPILED_STEP)
         if get_ident() != thread:
             return None
         if within_compiled_code():
-            raise ValueError(f"The model is called in compiled code: {FIT_FIRST}.")
+            raise ValueError(f"The model is called in compiled code: {COMPILED_STEP}.")
         return hook(*args)
 
     return run

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from rekindle.modules.apply_strategies import apply_strategies, undo
+from rekindle.modules.unwrapping import class_name
 from rekindle.offload.owners import OffloaderSet
+from rekindle.planner.gradient_fingerprints import FingerprintCollector, GradientFingerprints
 from rekindle.planner.instruments.memory_meter import bytes_of, metered, unmetered
 from rekindle.planner.instruments.timing import Clock
 from rekindle.planner.nested_tensors import map_tensors, tensors_in
 from rekindle.planner.trace.block_calls import BlockCall
-from rekindle.planner.types import Candidate
+from rekindle.planner.trace.compiled_trace import trace_compiled
+from rekindle.planner.types import BlockTrace, Candidate
 from rekindle.strategy import Keep, Strategy
 from rekindle.torch_private.fake_mode import FakeTensor
 
@@ -48,6 +51,9 @@ class BlockBenchmark:
         """Seconds that the device is kept busy before a block that is timed."""
         self.output_freed = -1
         """Bytes of the block's output that no candidate so far holds; -1 before the first."""
+
+    def __str__(self) -> str:
+        return class_name(self._block)
 
     def measure(self, candidate: Candidate) -> Candidate:
         """Return a candidate with its bytes and seconds."""
@@ -96,6 +102,38 @@ class BlockBenchmark:
             forward_host_seconds=min(forward_host, candidate.forward_host_seconds),
             backward_host_seconds=min(backward_host, candidate.backward_host_seconds),
         )
+
+    def trace_compiled(self, strategy: Strategy) -> BlockTrace:
+        """Return the trace of a compiled block by a strategy, after a step that compiles it."""
+        with self._run_by(strategy):
+            trace = trace_compiled(self._call)
+            with unmetered():
+                self._time_first()
+        return trace
+
+    def gradients(self, strategy: Strategy) -> GradientFingerprints:
+        """Return the gradients of the block's inputs and parameters, from one random state."""
+        collector = FingerprintCollector()
+        devices = [self._device] if self._device.type == "cuda" else []
+        args, kwargs = self._call.fresh_arguments()
+        leaves = [*tensors_in((args, kwargs)), *self._block.parameters()]
+        hooks = [
+            leaf.register_hook(partial(collector.add, i))
+            for i, leaf in enumerate(leaves)
+            if leaf.requires_grad
+        ]
+        try:
+            with self._run_by(strategy), torch.random.fork_rng(devices), self._call.entered():
+                torch.manual_seed(0)
+                _, trained = self._call.used_outputs(self._block(*args, **kwargs))
+            rest = _rest_after(trained)
+            if rest is not None:
+                rest.prepare()
+                rest.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return collector.read()
 
     @contextmanager
     def _run_by(self, strategy: Strategy) -> Iterator[None]:

@@ -43,7 +43,7 @@ def offload_candidates(
     found = benchmark.measure(keeping_saved(trace))
     *_, found = with_plausible_hosts([measured["recompute"], found])
     whole = no_faster_than(measured["keep"], found)
-    host_seconds = _host_seconds_of_a_move(benchmark, whole, trace, tier)
+    host_seconds = host_seconds_of_a_move(benchmark, whole, trace, tier)
     keeping = {"saved": whole} | {
         name: candidate
         for name, candidate in measured.items()
@@ -56,7 +56,7 @@ def offload_candidates(
     }
 
 
-def _host_seconds_of_a_move(
+def host_seconds_of_a_move(
     benchmark: BlockBenchmark, whole: Candidate, trace: BlockTrace, tier: TierName
 ) -> tuple[float, float]:
     """Return the host's seconds to copy one result out, and to copy it back."""

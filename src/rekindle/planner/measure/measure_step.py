@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from rekindle.modules.apply_strategies import undo
+from rekindle.modules.compiled_blocks import close_blocks
 from rekindle.planner.gradient_fingerprints import GradientFingerprints
 from rekindle.planner.instruments.memory_meter import metered
 from rekindle.planner.instruments.timing import times_of
@@ -62,6 +63,7 @@ def measure_step(
             of_gradients = meters_freely and with_gradients
             peak = meter.peak() if of_gradients else max(peak, meter.peak())
         undo(model)
+        close_blocks(model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return MeasuredStep(profile.static_bytes + peak, seconds, gradients)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rekindle.module_attachment import resume, suspend
 from rekindle.modules.apply_strategies import undo
 from rekindle.modules.caches import no_caches
+from rekindle.modules.compiled_blocks import restore_opened, snapshot_opened
 from rekindle.modules.forward import Forward, forward_of
 from rekindle.planner.instruments.model_lock import planning_lock
 from rekindle.planner.measure.restore_attributes import restore_attributes
@@ -46,6 +47,7 @@ def preserve_model_state(
     with planning_lock(model), ExitStack() as stack:
         stack.callback(resume, suspend(model))
         stack.callback(_restore_forwards, {m: forward_of(m) for m in model.modules()})
+        stack.callback(restore_opened, model, snapshot_opened(model))
         stack.callback(undo, model)
         stack.enter_context(_restore_buffers(model))
         stack.enter_context(_restore_gradients(model, on_gradient))

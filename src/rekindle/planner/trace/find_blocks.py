@@ -97,7 +97,9 @@ def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         seen.add(module)
         yield path, module
         if not is_compiled(module):
-            inside = [(n, unwrapped(child)) for n, child in module._modules.items() if child]
+            inside = [
+                (n, unwrapped(child)) for n, child in module._modules.items() if child is not None
+            ]
             pending += [(f"{path}.{n}" if path else n, child) for n, child in reversed(inside)]
 
 

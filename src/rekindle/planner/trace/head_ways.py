@@ -48,13 +48,21 @@ def trace_steps(
     device: torch.device,
     clock: Clock,
     exact: bool = True,
+    *,
+    compiles: bool = False,
 ) -> TracedSteps:
     """Run a step with every block recomputed, by each way to run the heads.
 
     Heads go by rows first, which has the lowest peak. As a whole they run if the device has room.
-    If gradients need not be exact, they also go by rows without logits.
+    If gradients need not be exact, they also go by rows without logits. `compiles` says that a
+    first run compiles blocks, which takes time and memory of its own.
     """
     others = []
+    if compiles:
+        recomputed = in_places(step.model, dict.fromkeys(blocks, Recompute()))
+        apply_strategies(step.model, recomputed)
+        with unmetered():
+            step()
     # One meter for all: it takes tensors that a step reads, as from a closure, for ones that the
     # step makes; another one would take them for ones that existed before.
     with metered(device, step.existing_tensors()) as meter:
