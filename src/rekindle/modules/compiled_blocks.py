@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from rekindle.modules.compiled_forward import CompiledForward
-from rekindle.modules.forward import Forward
+from rekindle.modules.forward import Forward, forward_of
 from rekindle.modules.unwrapping import places
 from rekindle.torch_private.compiled_functions import (
     CompileOptions,
@@ -59,11 +59,17 @@ def compiled_options_of(module: nn.Module) -> CompileOptions | None:
 
 def compiled_paths(model: nn.Module, paths: Iterable[str]) -> tuple[str, ...]:
     """Of some modules, by their paths without wrappers, those that run compiled."""
+    return tuple(options_around(model, paths))
+
+
+def options_around(model: nn.Module, paths: Iterable[str]) -> dict[str, CompileOptions]:
+    """The options of those modules that run compiled, by their paths without wrappers."""
     where = places(model)
-    return tuple(path for path in paths if path in where and _options_around(model, where[path]))
+    found = {path: _options_at(model, where[path]) for path in paths if path in where}
+    return {path: options for path, options in found.items() if options is not None}
 
 
-def _options_around(model: nn.Module, place: str) -> CompileOptions | None:
+def _options_at(model: nn.Module, place: str) -> CompileOptions | None:
     """The options of the innermost compiled module that is, or is around, the one at a place."""
     found = None
     for module in _along(model, place):
@@ -110,13 +116,20 @@ def open_blocks(model: nn.Module, paths: Iterable[str]) -> None:
     Modules that nothing is compiled around stay as they are.
     """
     where = places(model)
-    chosen = {path: _options_around(model, where[path]) for path in paths}
-    set_aside_around(model, (path for path, options in chosen.items() if options is not None))
+    chosen = options_around(model, paths)
+    set_aside_around(model, chosen)
     for path, options in chosen.items():
         module = model.get_submodule(where[path])
         own = vars(module).get("forward")
-        if options is not None and not isinstance(own, CompiledForward):
+        if not isinstance(own, CompiledForward):
             vars(module)["forward"] = CompiledForward(module, options, own)
+
+
+def compiled_forward_of(module: nn.Module) -> CompiledForward | None:
+    """The forward of a block that is compiled by itself, with the graphs that it runs by now."""
+    forward = forward_of(module)
+    own = vars(module).get("forward") if forward is None else forward.own_forward()
+    return own if isinstance(own, CompiledForward) else None
 
 
 Opened = dict[nn.Module, tuple[CompiledForward | None, _SetAside | None]]

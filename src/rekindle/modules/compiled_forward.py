@@ -12,9 +12,9 @@ as far as their guards hold.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -25,6 +25,7 @@ from torch import nn
 from rekindle.torch_private.compiled_functions import CompileOptions
 from rekindle.torch_private.dynamo_frames import no_graph_begins
 from rekindle.torch_private.memory_budgets import memory_budget
+from rekindle.torch_private.partitioned_graphs import pass_over_graph_pairs, saved_names
 
 
 class CompiledForward:
@@ -43,7 +44,7 @@ class CompiledForward:
         """The forward in the module's `__dict__` before, which hides that of its class."""
         self.budget = budget
         """The budget of its graphs; None for what the user's options say."""
-        self._compiled: Callable[..., Any] | None = None
+        self._artefact: _Artefact | None = None
         self._at_budgets: dict[float, CompiledForward] = {}
 
     @property
@@ -67,14 +68,27 @@ class CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # as part of another graph
             return self.__wrapped__(*args, **kwargs)
-        if self._compiled is None:
-            self._compiled = _compiled(
+        if self._artefact is None:
+            self._artefact = _artefact(
                 type(self.__self__), self.__func__, self.options, self.budget
             )
         bound = self if self.own is None else self.own
         if hasattr(bound, "__self__"):
             args = (bound.__self__, *args)
-        return self._compiled(self.__func__, args, kwargs)
+        return self._artefact.compiled(self.__func__, args, kwargs)
+
+    def names_of_saved(self, shapes: Sequence[tuple[int, ...]]) -> list[str]:
+        """Names of the ops that make what a graph of this forward saves, by the shapes of it.
+
+        None of a graph that is not known, such as one that was read from a cache.
+        """
+        known = [] if self._artefact is None else self._artefact.backend.saved
+        for saved in known:
+            if len(saved) == len(shapes) and all(
+                map(_can_be, shapes, (shape for _, shape in saved))
+            ):
+                return [name for name, _ in saved]
+        return []
 
     def at_budget(self, budget: float) -> "CompiledForward":
         """The same forward with its graphs at a budget."""
@@ -100,12 +114,25 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return function(*args, **kwargs)
 
 
+def _can_be(shape: tuple[int, ...], known: tuple[int, ...]) -> bool:
+    """True if a tensor in a graph, of sizes that may be open (-1), can have a shape."""
+    return len(shape) == len(known) and all(
+        size in (-1, own) for own, size in zip(shape, known, strict=True)
+    )
+
+
+SavedNames = tuple[tuple[str, tuple[int, ...]], ...]
+"""What one graph saves: the names of the ops that make it, and shapes; in order."""
+
+
 @dataclass(eq=False)
-class _AtBudget:
-    """A backend that partitions its graphs at a budget; equal ones share what was compiled."""
+class _Backend:
+    """A backend whose graphs are at a budget, or as a user's backend makes them."""
 
     backend: Any
     budget: float | None
+    saved: list[SavedNames] = field(default_factory=list)
+    """What its graphs save, as far as they were made here, and not read from a cache."""
 
     def __post_init__(self) -> None:
         self.compiler_name = getattr(self.backend, "compiler_name", str(self.backend))
@@ -115,15 +142,19 @@ class _AtBudget:
                 setattr(self, name, getattr(self.backend, name))
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
-        with nullcontext() if self.budget is None else memory_budget(self.budget):
+        budget = nullcontext() if self.budget is None else memory_budget(self.budget)
+        with budget, pass_over_graph_pairs(self._note):
             return self.backend(graph, inputs, **options)
+
+    def _note(self, forward: Any, _backward: Any, outputs: int) -> None:
+        self.saved.append(saved_names(forward, outputs))
 
 
 @dataclass(frozen=True, eq=False)
 class _Artefact:
     function: Callable[..., Any]
     options: CompileOptions
-    budget: float | None
+    backend: _Backend
     compiled: Callable[..., Any]
 
 
@@ -131,20 +162,19 @@ _artefacts: "WeakKeyDictionary[type, list[_Artefact]]" = WeakKeyDictionary()
 """What was compiled, by class of module: plans come and go, and models of a class share it."""
 
 
-def _compiled(
+def _artefact(
     kind: type[nn.Module],
     function: Callable[..., Any],
     options: CompileOptions,
     budget: float | None,
-) -> Callable[..., Any]:
-    """The function that runs a forward at a budget: Note [One artefact for a kind and a budget]."""
+) -> _Artefact:
+    """What runs a forward at a budget: Note [One artefact for a kind and a budget]."""
     known = _artefacts.setdefault(kind, [])
     for each in known:
-        if each.function is function and each.budget == budget and each.options == options:
-            return each.compiled
-    code = _run.__code__
-    own = FunctionType(code.replace(co_name=f"{kind.__name__}_forward"), globals())
-    backend = options.backend if budget is None else _AtBudget(options.backend, budget)
-    compiled = options.compile(own, backend)
-    known.append(_Artefact(function, options, budget, compiled))
-    return compiled
+        same = each.function is function and each.backend.budget == budget
+        if same and each.options == options:
+            return each
+    own = FunctionType(_run.__code__.replace(co_name=f"{kind.__name__}_forward"), globals())
+    backend = _Backend(options.backend, budget)
+    known.append(_Artefact(function, options, backend, options.compile(own, backend)))
+    return known[-1]

@@ -166,7 +166,7 @@ class Forward:
             if self.is_on and strategy is not None and not isinstance(strategy, _REGIONS):
                 break_graph(_WHY_GRAPH_BREAKS)
         else:
-            forward = self._own_forward()
+            forward = self.own_forward()
         if not self.is_on or strategy is None or (self.is_part and not self._is_named()):
             return forward(*args, **kwargs)
         if self.engine is not None:
@@ -183,7 +183,7 @@ class Forward:
             return run_for_owner(self.offloaders, self._run_as_region, (forward, args, kwargs), {})
         return self._run_as_region(forward, args, kwargs)
 
-    def _own_forward(self) -> Callable[..., Any]:
+    def own_forward(self) -> Callable[..., Any]:
         """The forward as it was; of a compiled block, with graphs at the budget of its strategy."""
         own = self.__wrapped__
         if self._budget is None or not self.is_on or not isinstance(own, CompiledForward):

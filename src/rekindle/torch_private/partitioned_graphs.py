@@ -66,3 +66,32 @@ def pass_over_graph_pairs(run: Callable[[Any, Any, int], None]) -> Iterator[None
             yield
         finally:
             torchs.enable_activation_offloading = torchs_pass
+
+
+def saved_names(forward: Any, outputs: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """What a forward graph saves: the names of the ops that make the tensors, and their shapes.
+
+    Args:
+        forward: the graph module of the forward, whose results are the model's and the saved ones.
+        outputs: how many of the forward's results are the model's.
+
+    Tried on torch 2.13. Goes when torch says what a graph saves.
+    """
+    (output,) = forward.graph.find_nodes(op="output")
+    found = []
+    for node in output.args[0][outputs:]:
+        val = getattr(node, "meta", {}).get("val")
+        if isinstance(val, torch.Tensor):
+            shape = tuple(size if isinstance(size, int) else -1 for size in val.shape)
+            found.append((_maker(node), shape))
+    return tuple(found)
+
+
+def _maker(node: Any) -> str:
+    """The name of the op that made a node's tensor, whatever views are taken of it."""
+    if node.op != "call_function":
+        return "input"
+    target = node.target
+    if getattr(target, "is_view", False) or target.__name__ in ("getitem", "detach"):
+        return _maker(node.args[0])
+    return str(target.name()) if hasattr(target, "name") else target.__name__

@@ -106,10 +106,9 @@ class BlockBenchmark:
     def trace_compiled(self, strategy: Strategy) -> BlockTrace:
         """Return the trace of a compiled block by a strategy, after a step that compiles it."""
         with self._run_by(strategy):
-            trace = trace_compiled(self._call)
             with unmetered():
                 self._time_first()
-        return trace
+            return trace_compiled(self._call)
 
     def gradients(self, strategy: Strategy) -> GradientFingerprints:
         """Return the gradients of the block's inputs and parameters, from one random state."""
