@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 
 import rekindle
@@ -252,6 +253,80 @@ def test_strategies_by_hand_replace_a_plan_for_compiled_blocks() -> None:
     rekindle.apply(model, "recompute")
     assert all(vars(block).get("_compiled_call_impl") is not None for block in model.blocks)
     assert all(map(same_bits, gradients(model, x), expected))
+
+
+def test_a_profile_of_blocks_as_they_are_is_refused_once_they_are_compiled() -> None:
+    model, x = stack()
+    profile = rekindle.profile(model, x, loss=loss)
+    compile_blocks(model)
+    with pytest.raises(ValueError, match="of blocks that were not compiled, and now"):
+        rekindle.fit(model, x, "60%", loss=loss, profile=profile)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_are_refused_with_what_to_do(mode: str) -> None:
+    model, x = stack()
+    model.compile(mode=mode)
+    with pytest.raises(ValueError, match=r"^blocks\.0 is compiled with CUDA graphs.*no-cudagraphs"):
+        rekindle.fit(model, x, "60%", loss=loss)
+
+
+def test_compiled_backwards_are_refused_while_planning_and_right_with_a_plan() -> None:
+    model, x = stack()
+    compile_blocks(model)
+    expected = gradients(model, x)
+    compiled_backward = partial(compiled_autograd._enable, torch.compile(backend="aot_eager"))
+    with compiled_backward(), pytest.raises(ValueError, match="outside of that context"):
+        rekindle.fit(model, x, "60%", loss=loss)
+    rekindle.fit(model, x, "60%", loss=loss)
+    with compiled_backward():
+        assert all(map(same_bits, gradients(model, x), expected))
+
+
+@pytest.mark.parametrize("how", ["dynamic", "autocast"])
+def test_gradients_are_those_of_the_compiled_model_with(how: str) -> None:
+    model, x = stack(drop=0.1)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True, dynamic=how == "dynamic")
+
+    def step() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            return loss(model(x))
+
+    def train() -> list[Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        step().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = train()
+    plan = rekindle.fit(model, step, "60%")
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget < plan.plain_peak
+    compiled = graphs_compiled()
+    assert all(map(same_bits, train(), expected))
+    assert graphs_compiled() == compiled
+
+
+def test_compiled_blocks_move_what_their_graphs_save_and_their_inputs() -> None:
+    """A step fits that does not with every block recomputed, as those hold their inputs."""
+    torch.manual_seed(0)
+    model, x = Stack(8, dim=16), torch.randn(1024, 16)
+    compile_blocks(model)
+    expected = gradients(model, x)
+    profile = rekindle.profile(model, x, loss=loss, spill=True)
+    assert profile.recompute_peak is not None
+    budget = rekindle.frontier(profile, 12)[-1].peak
+    assert budget < profile.recompute_peak
+    plan = rekindle.fit(model, x, budget, loss=loss, profile=profile)
+    assert plan.offloads
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= budget
+    compiled = graphs_compiled()
+    with rekindle.observe() as seen:
+        assert all(map(same_bits, gradients(model, x), expected))
+    assert seen.spill.bytes_out == seen.spill.bytes_in > 0
+    assert graphs_compiled() == compiled
 
 
 def test_a_compiled_model_needs_a_device() -> None:

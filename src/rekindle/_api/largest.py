@@ -87,7 +87,7 @@ def largest(
         progress: as for `profile`.
     """
     need_scipy()
-    check_model(model, blocks)
+    check_model(model)
     check_options(optimizer, spill=False)
     _check(make_batch, over, multiple_of, most)
     on, limit = _device_and_limit(model, budget, device, like, measure)

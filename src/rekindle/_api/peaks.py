@@ -7,7 +7,7 @@ from torch import nn
 
 from rekindle._api.explaining import explain
 from rekindle._api.planning import profile, solve
-from rekindle._api.planning_checks import check_model, check_options, need_scipy
+from rekindle._api.planning_checks import check_compiled, check_model, check_options, need_scipy
 from rekindle.errors import RekindleError
 from rekindle.explanation.step_as_it_is import step_as_it_is
 from rekindle.explanation.types import Change, Explanation
@@ -85,7 +85,8 @@ class StepCall:
 
 def measure_step(call: StepCall, plan: Plan | None = None) -> Explanation:
     """Return an account of a step under a plan, or as it is."""
-    check_model(call.model, None)
+    check_model(call.model)
+    check_compiled(call.model, None, on_meta=True)
     check_options(call.optimizer, False)
     if not isinstance(call.like, str | Device):
         raise TypeError(f"like should be the name of a device, but got {type(call.like).__name__}")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rekindle._api.planning_checks import (
+    check_compiled,
     check_given_profile,
     check_model,
     check_options,
@@ -17,9 +18,8 @@ from rekindle._api.planning_checks import (
     need_scipy,
     refuse_without_memory,
 )
-from rekindle.modules.blocks import Named, named_blocks, unwrapped_blocks
+from rekindle.modules.blocks import Named, named_blocks
 from rekindle.planner import fit as fit_model
-from rekindle.planner.compiled_modules import refuse_compiled
 from rekindle.planner.fake_profile import Like, fake_profile
 from rekindle.planner.find_frontier import find_frontier
 from rekindle.planner.fit_request import FitRequest, VerifyLevel
@@ -130,7 +130,8 @@ def _profile(
     exact: bool,
     progress: bool | None,
 ) -> Profile:
-    check_model(model, blocks)
+    check_model(model)
+    check_compiled(model, blocks, on_meta)
     check_options(optimizer, spill, exact)
     given = checked_loss(loss, batch)
     check_source_of_times(like, spill, on_meta)
@@ -139,9 +140,6 @@ def _profile(
         require_same_on_ranks(spill=spill, exact=exact, loss="none" if loss is None else "given")
     with show_progress(checked_progress(progress)):
         if on_meta:
-            refuse_compiled(
-                model, unwrapped_blocks(model) if blocks is None else named_blocks(model, blocks)
-            )
             found = fake_profile(model, batch, optimizer, like, given, blocks, exact=exact)
         else:
             measured_on = measuring_device(compute_device(model), spill)

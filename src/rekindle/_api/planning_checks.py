@@ -6,8 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rekindle.modules.blocks import Named, named_blocks
+from rekindle.modules.blocks import Named, named_blocks, unwrapped_blocks
+from rekindle.modules.compiled_blocks import compiled_paths
 from rekindle.modules.unwrapping import class_name
+from rekindle.planner.compiled_modules import (
+    refuse_compiled_backward,
+    refuse_cuda_graphs,
+    refuse_without_device,
+)
 from rekindle.planner.devices import Device
 from rekindle.planner.loss import Loss
 from rekindle.planner.trace.fake_tensors import is_without_memory
@@ -16,12 +22,10 @@ from rekindle.planner.types import Profile
 from rekindle.torch_private.autograd_graph import has_accumulation_hooks
 
 
-def check_model(model: Any, blocks: Named | None) -> None:
+def check_model(model: Any) -> None:
     """Refuse what is no model, is not trained, or has hooks that a step would run."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"profile() takes a model, but got {type(model).__name__}")
-    if blocks is not None:
-        named_blocks(model, blocks)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("No parameter of the model requires a gradient: it is not trained")
     if any(has_accumulation_hooks(p) for p in model.parameters()):
@@ -29,6 +33,14 @@ def check_model(model: Any, blocks: Named | None) -> None:
             "A parameter has a hook that runs when its gradient is there, such as an optimizer's: "
             "measuring would run it. Profile the model before such hooks are registered."
         )
+
+
+def check_compiled(model: nn.Module, blocks: Named | None, on_meta: bool) -> None:
+    """Refuse compiled code that cannot be measured, or not without a device."""
+    refuse_compiled_backward()
+    found = unwrapped_blocks(model) if blocks is None else named_blocks(model, blocks)
+    refuse = refuse_without_device if on_meta else refuse_cuda_graphs
+    refuse(model, found)
 
 
 def check_source_of_times(like: Any, spill: bool, on_meta: bool) -> None:
@@ -79,6 +91,14 @@ def check_given_profile(profile: Any, model: nn.Module, batch: Any, loss: Loss |
     if profile.model not in (class_name(model), type(model).__name__):
         raise ValueError(
             f"The profile is of a {profile.model}, but the model is a {class_name(model)}"
+        )
+    check_compiled(model, None, on_meta=False)
+    paths = {path for path, _ in profile.order}
+    if set(profile.compiled) != set(compiled_paths(model, paths)):
+        were = "compiled" if profile.compiled else "not compiled"
+        raise ValueError(
+            f"The profile is of blocks that were {were}, and now other ones are: compiled code "
+            "saves other activations. Profile the model as it is now"
         )
     shapes = TrainingStep(model, batch).describe_batch()
     if profile.batch != shapes:

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from rekindle.modules.compiled_blocks import compiled_paths
+from rekindle.modules.compiled_blocks import compiled_paths, options_around
+from rekindle.torch_private.compiled_functions import compiles_backwards
 
 COMPILED_STEP = (
     "a graph around the model has no blocks to plan by. Compile the model, or its blocks, and not "
@@ -12,11 +13,32 @@ COMPILED_STEP = (
 )
 
 
-def refuse_compiled(model: nn.Module, blocks: Iterable[str]) -> None:
+def refuse_without_device(model: nn.Module, blocks: Iterable[str]) -> None:
     """Refuse a model whose blocks are compiled, to be profiled without a device."""
     compiled = compiled_paths(model, blocks)
     if compiled:
         raise ValueError(
             f"{compiled[0] or type(model).__name__} is compiled: compiled code is measured where "
             'it runs. With device="meta", profile the model before torch.compile.'
+        )
+
+
+def refuse_cuda_graphs(model: nn.Module, blocks: Iterable[str]) -> None:
+    """Refuse a model whose compiled blocks record CUDA graphs."""
+    for path, options in options_around(model, blocks).items():
+        if options.captures_cuda_graphs:
+            raise ValueError(
+                f"{path or type(model).__name__} is compiled with CUDA graphs, as by "
+                'mode="reduce-overhead" or "max-autotune": their memory is one pool, in which '
+                "nothing that a plan drops or moves is free for others. Compile with "
+                'mode="default", or "max-autotune-no-cudagraphs".'
+            )
+
+
+def refuse_compiled_backward() -> None:
+    """Refuse to measure while backwards are compiled."""
+    if compiles_backwards():
+        raise ValueError(
+            "Backwards are compiled here (torch._dynamo.compiled_autograd), and no step can be "
+            "measured. Call this outside of that context; the plan holds inside it, too."
         )

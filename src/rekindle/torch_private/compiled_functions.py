@@ -1,5 +1,6 @@
 """What `torch.compile` made: the function inside, and the options that it was given."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -92,6 +93,15 @@ def original_of(compiled: Any) -> Callable[..., Any] | None:
     """
     found: Callable[..., Any] | None = getattr(compiled, "_torchdynamo_orig_callable", None)
     return found
+
+
+def compiles_backwards() -> bool:
+    """True inside a context of `torch._dynamo.compiled_autograd`, on any thread.
+
+    Tried on torch 2.13. Goes when torch has a public form.
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "compiled_autograd_enabled", False))
 
 
 def compiled_call(module: nn.Module) -> Any:
