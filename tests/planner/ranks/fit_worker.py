@@ -1,4 +1,7 @@
-"""Runs the cases of `test_fit_on_ranks.py`: a model is fitted under DDP and under FSDP2."""
+"""Runs the cases of `test_fit_on_ranks.py`: a model is fitted under DDP and under FSDP2.
+
+Under FSDP2 also with its layers compiled.
+"""
 
 import sys
 from dataclasses import asdict, replace
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +20,7 @@ import rekindle
 from benchmarks.decoder import SHAPES, Decoder
 from rekindle.strategy import Keep, Recompute
 from tests.ranks import Cases, local, run_worlds
+from tests.toys import Stack
 from tests.wrong import wrong_recompute
 
 
@@ -78,8 +83,40 @@ def found(kind: str) -> dict[str, Any]:
     }
 
 
+def found_compiled() -> dict[str, Any]:
+    """A model whose layers are compiled, and then sharded."""
+    torch.manual_seed(0)
+    model = Stack(3, dim=32)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(128, 32)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return [local(p.grad).clone() for p in model.parameters()]
+
+    expected = gradients()
+    plan = rekindle.fit(model, x, "60%", loss=lambda out: out.square().mean())
+    compiled = counters["stats"]["unique_graphs"]
+    assert plan.measured_peak is not None
+    return {
+        "same": all(map(torch.equal, gradients(), expected)),
+        "compiled": plan.compiled,
+        "compiled_later": counters["stats"]["unique_graphs"] - compiled,
+        "verified": plan.verified,
+        "fits": plan.measured_peak <= plan.budget,
+        "options": [[path, asdict(option)] for path, _, option in plan.blocks],
+    }
+
+
 def cases(_folder: Path) -> Cases:
-    return {kind: partial(found, kind) for kind in KINDS}
+    kinds: dict[str, Any] = {kind: partial(found, kind) for kind in KINDS}
+    return {**kinds, "compiled": found_compiled}
 
 
 if __name__ == "__main__":
