@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from rekindle.modules.compiled_blocks import compiled_paths, options_around
+from rekindle.planner.caller_warnings import warn_at_caller
 from rekindle.torch_private.compiled_functions import compiles_backwards
 
 COMPILED_STEP = (
@@ -33,6 +34,16 @@ def refuse_cuda_graphs(model: nn.Module, blocks: Iterable[str]) -> None:
                 "nothing that a plan drops or moves is free for others. Compile with "
                 'mode="default", or "max-autotune-no-cudagraphs".'
             )
+
+
+def warn_of_uncounted_memory(model: nn.Module, blocks: Iterable[str]) -> None:
+    """Warn that peaks on a CPU are without what inductor's code allocates."""
+    if any(options.is_inductor for options in options_around(model, blocks).values()):
+        warn_at_caller(
+            "On a CPU, the memory that inductor's code allocates is not counted: steps peak higher "
+            "than the plan says. On a GPU it is. To count each op's results, compile with "
+            'backend="aot_eager".'
+        )
 
 
 def refuse_compiled_backward() -> None:

@@ -31,6 +31,7 @@ from rekindle.planner.candidates import (
     with_casts,
     with_names,
 )
+from rekindle.planner.compiled_modules import warn_of_uncounted_memory
 from rekindle.planner.instruments.memory_meter import metered_as_a_whole, unmetered
 from rekindle.planner.instruments.timing import Clock, DeviceClock
 from rekindle.planner.loss import Loss
@@ -131,6 +132,8 @@ def profile_model(
         found = repeated if blocks is not None else _blocks(step, measured_on.known)
         open_blocks(model, found)
         compiled = frozenset(compiled_paths(model, found))
+        if measured_on.device.type == "cpu":
+            warn_of_uncounted_memory(model, found)
         traced = trace_steps(
             *(step, found, measured_on.device, measured_on.clock, exact), compiles=bool(compiled)
         )

@@ -31,6 +31,11 @@ class CompileOptions:
         return self.backend, self.fullgraph, self.dynamic, self.guard_filter
 
     @property
+    def is_inductor(self) -> bool:
+        """True if the backend is torch's own compiler."""
+        return getattr(self.backend, "compiler_name", "") == "inductor"
+
+    @property
     def captures_cuda_graphs(self) -> bool:
         """True if the backend records CUDA graphs, as with `mode="reduce-overhead"`."""
         own = getattr(self.backend, "config", None) or {}
@@ -38,7 +43,7 @@ class CompileOptions:
             return bool(own["triton.cudagraphs"])
         if getattr(self.backend, "compiler_name", "") == "cudagraphs":
             return True
-        if getattr(self.backend, "compiler_name", "") != "inductor":
+        if not self.is_inductor:
             return False
         from torch._inductor import config  # noqa: PLC0415 (slow to import)
 

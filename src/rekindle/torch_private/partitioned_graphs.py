@@ -68,6 +68,10 @@ def pass_over_graph_pairs(run: Callable[[Any, Any, int], None]) -> Iterator[None
             torchs.enable_activation_offloading = torchs_pass
 
 
+INPUT = "input"
+"""The name of what a graph is given, in the place of an op's."""
+
+
 def saved_names(forward: Any, outputs: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """What a forward graph saves: the names of the ops that make the tensors, and their shapes.
 
@@ -90,7 +94,7 @@ def saved_names(forward: Any, outputs: int) -> tuple[tuple[str, tuple[int, ...]]
 def _maker(node: Any) -> str:
     """The name of the op that made a node's tensor, whatever views are taken of it."""
     if node.op != "call_function":
-        return "input"
+        return INPUT
     target = node.target
     if getattr(target, "is_view", False) or target.__name__ in ("getitem", "detach"):
         return _maker(node.args[0])

@@ -16,8 +16,13 @@ from rekindle.planner.instruments.memory_meter import storages_of
 from rekindle.planner.nested_tensors import tensors_in
 from rekindle.planner.trace.block_calls import Arguments, BlockCall
 from rekindle.planner.types import BlockTrace, TracedOp, TracedValue
+from rekindle.regions.selective.op_addresses import is_parameter
 from rekindle.torch_private.dispatch_modes import is_traced
+from rekindle.torch_private.partitioned_graphs import INPUT
 from rekindle.torch_private.storages import storage_key
+
+_FIXED = -1
+"""The key of what a block saves and did not make."""
 
 
 def trace_compiled(call: BlockCall) -> BlockTrace:
@@ -26,8 +31,10 @@ def trace_compiled(call: BlockCall) -> BlockTrace:
 
     def see(tensor: Tensor) -> None:
         storages = storages_of(tensor)
-        is_one = len(storages) == 1  # else a tensor that is made of others
-        key, nbytes = (storage_key(storages[0]), storages[0].nbytes()) if is_one else (-1, 0)
+        if len(storages) == 1 and not is_parameter(tensor):
+            key, nbytes = storage_key(storages[0]), storages[0].nbytes()
+        else:  # nothing that is moved: a parameter, or a tensor that is made of others
+            key, nbytes = _FIXED, 0
         saved.append(_Saved(key, nbytes, tuple(tensor.shape)))
 
     args, kwargs = _run(call, see)
@@ -37,7 +44,7 @@ def trace_compiled(call: BlockCall) -> BlockTrace:
     outside = _keys((*call.block.parameters(), *call.block.buffers(), *others))
     forward = compiled_forward_of(call.block)
     names = [] if forward is None else forward.names_of_saved([each.shape for each in saved])
-    return _trace_of(saved, outside | {-1}, inputs - outside, names)
+    return _trace_of(saved, outside | {_FIXED}, inputs - outside, names)
 
 
 class _Saved(NamedTuple):
@@ -78,14 +85,14 @@ def _trace_of(
     known: dict[int, int] = {}
     places: list[int | None] = []
     for (key, nbytes, _), name in zip(saved, named, strict=True):
-        if key in outside:
+        is_input = key in inputs
+        if key in outside or (name == INPUT and not is_input):
             places.append(None)
             continue
         if key not in known:
             known[key] = index = len(values)
-            word = "input" if key in inputs else name
-            ops.append(TracedOp(index, word, 0.0, (), (index,)))
-            values.append(TracedValue(nbytes, index, is_input=key in inputs))
+            ops.append(TracedOp(index, INPUT if is_input else name, 0.0, (), (index,)))
+            values.append(TracedValue(nbytes, index, is_input=is_input))
         places.append(known[key])
     return BlockTrace(
         tuple(ops),
