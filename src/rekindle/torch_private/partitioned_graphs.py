@@ -96,6 +96,10 @@ def _maker(node: Any) -> str:
     if node.op != "call_function":
         return INPUT
     target = node.target
-    if getattr(target, "is_view", False) or target.__name__ in ("getitem", "detach"):
+    name = str(target.name()) if hasattr(target, "name") else target.__name__
+    if getattr(target, "is_view", False) or name in _LIKE_VIEWS:
         return _maker(node.args[0])
-    return str(target.name()) if hasattr(target, "name") else target.__name__
+    return name
+
+
+_LIKE_VIEWS = ("getitem", "aten::_unsafe_view", "aten::detach")
