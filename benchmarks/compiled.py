@@ -7,13 +7,19 @@ they are the same bit for bit, and the largest difference relative to the larges
 same parameter. A recomputed layer is another graph, which inductor may fuse differently: then
 gradients are close, not the same, and torch's are as close.
 
+Torch's `activation_memory_budget` compiles each layer at a share of what it would save, and
+`rekindle.fit` plans the layers for a share of the activations' peak of plain compiled layers, with
+offload; what its plans predict stands beside what was measured.
+
 Torch cannot offload inside a graph, and its `save_on_cpu` fails around these layers: it gives
 tensors back to the graph with other strides. On a CPU the backend is `aot_eager`, a smoke test for
 the shape `tiny`.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import copy
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -21,6 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch._functorch import config as functorch_config
 
 import rekindle
 from benchmarks.command import Result, main
@@ -103,7 +111,29 @@ WITHOUT_OFFLOAD = {
 """What a way that offloads is compared with to see how much of the copying shows."""
 
 
-def layers(decoder: Decoder, run: RunBlock, backend: str) -> list[Callable[[Tensor], Tensor]]:
+TORCH_BUDGETS = (0.75, 0.5, 0.25, 0.1, 0.0)
+"""Shares of what a layer saves, for torch's own partitioner."""
+SHARES = (70, 50, 35, 20, 12)
+"""Shares of the activations' peak of compiled layers, in percent, that plans are made for."""
+
+
+@dataclass(eq=False)
+class TorchBudget:
+    """A backend whose graphs torch's partitioner makes at a memory budget."""
+
+    backend: str
+    budget: float
+
+    def __post_init__(self) -> None:
+        self.__name__ = f"{self.backend} at {self.budget}"
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        compiler: Any = lookup_backend(self.backend)
+        with functorch_config.patch(activation_memory_budget=self.budget):
+            return compiler(graph, inputs)
+
+
+def layers(decoder: Decoder, run: RunBlock, backend: Any) -> list[Callable[[Tensor], Tensor]]:
     """The layers of a decoder, each run by a strategy and compiled as one graph."""
     return [
         torch.compile(_Layer(block, run), backend=backend, fullgraph=True, dynamic=False)
@@ -134,6 +164,59 @@ def forwards(work: Workload) -> dict[str, Forward]:
     return found
 
 
+def torch_budgets(work: Workload, backend: str) -> dict[str, Forward]:
+    """The decoder with its layers compiled at torch's budgets, by names of rows."""
+    return {
+        f"torch, budget {budget:g}": _inside(
+            nullcontext, layers(work.decoder, plain, TorchBudget(backend, budget))
+        )
+        for budget in TORCH_BUDGETS
+    }
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Plans for the decoder with compiled layers."""
+
+    forwards: dict[str, Forward]
+    plans: dict[str, rekindle.Plan]
+    seconds: float
+    """Seconds of the profile, in which all candidates are compiled."""
+
+
+def fitted(work: Workload, backend: str, shares: Sequence[int] = SHARES) -> Fitted:
+    """The decoder fitted to shares of the plain peak, on copies that share its parameters."""
+
+    def compiled_copy() -> Decoder:
+        own = {id(parameter): parameter for parameter in work.decoder.parameters()}
+        decoder: Decoder = copy.deepcopy(work.decoder, own)
+        for block in decoder.blocks:
+            block.compile(backend=backend, fullgraph=True, dynamic=False)
+        return decoder
+
+    def loss(decoder: Decoder) -> Tensor:
+        total: Tensor = decoder(work.x).sum()
+        return total
+
+    decoder = compiled_copy()
+    start = time.perf_counter()
+    profile = rekindle.profile(decoder, partial(loss, decoder))
+    found = Fitted({}, {}, time.perf_counter() - start)
+    for share in shares:
+        decoder = compiled_copy()
+        with suppress(rekindle.BudgetError):
+            plan = rekindle.fit(decoder, partial(loss, decoder), f"{share}%", profile=profile)
+            name = f"rekindle.fit, {share} %"
+            found.plans[name] = plan
+            found.forwards[name] = partial(_on_copy, decoder)
+    return found
+
+
+def _on_copy(decoder: Decoder, _: Decoder, x: Tensor) -> Tensor:
+    out: Tensor = decoder(x)
+    return out
+
+
 def _inside(context: Callable[[], Any], steps: list[Callable[[Tensor], Tensor]]) -> Forward:
     def forward(_: Decoder, x: Tensor) -> Tensor:
         with context():
@@ -152,6 +235,9 @@ class CompiledResult(Result):
     gib_moved: float
     hidden: float | None
     """How much of the time of copying, both ways one after the other, the step does not show."""
+    predicted_milliseconds: float | None = None
+    predicted_peak_mib: float | None = None
+    """As `peak_mib`, without what is there all the time."""
 
 
 class Comparison:
@@ -176,7 +262,10 @@ class Comparison:
 
 def measure(shape: Shape, device: str, seconds: float) -> list[CompiledResult]:
     work = Workload(shape, device)
-    ways = forwards(work)
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    planned = fitted(work, backend)
+    print(f"profile of compiled layers: {planned.seconds:.1f} s")
+    ways = forwards(work) | torch_budgets(work, backend) | planned.forwards
     for forward in ways.values():  # compile, and let offload learn
         for _ in range(4):
             work.step(forward)
@@ -194,6 +283,7 @@ def measure(shape: Shape, device: str, seconds: float) -> list[CompiledResult]:
     results = []
     for name, taken in times.items():
         peak, (is_identical, apart) = peaks[name], compared[name]
+        plan = planned.plans.get(name)
         ratio = None if peak is None or plain_peak is None else round(peak / plain_peak, 3)
         results.append(
             CompiledResult(
@@ -208,9 +298,17 @@ def measure(shape: Shape, device: str, seconds: float) -> list[CompiledResult]:
                 gib_moved=round(moved[name] / 2**30, 2),
                 hidden=_hidden(name, times, moved[name], rate),
                 rounds=len(taken),
+                predicted_milliseconds=plan and round(plan.predicted_time * 1e3, 3),
+                predicted_peak_mib=plan and round(_activations(plan) / 2**20, 1),
             )
         )
     return results
+
+
+def _activations(plan: "rekindle.Plan") -> int:
+    """The predicted peak of a plan above what is there all the time."""
+    static = plan.profile.static_bytes if plan.profile is not None else 0
+    return plan.predicted_peak - static
 
 
 def _bytes_moved(work: Workload, forward: Forward) -> int:
@@ -221,7 +319,7 @@ def _bytes_moved(work: Workload, forward: Forward) -> int:
 
 
 def _hidden(name: str, times: Timings, moved: int, rate: float | None) -> float | None:
-    if not moved or rate is None:
+    if not moved or rate is None or name not in WITHOUT_OFFLOAD:
         return None
     shown = median(times[name]) - median(times[WITHOUT_OFFLOAD[name]])
     return round(1 - shown / (2 * moved / rate), 2)
@@ -229,7 +327,7 @@ def _hidden(name: str, times: Timings, moved: int, rate: float | None) -> float 
 
 def format_results(results: list[CompiledResult]) -> str:
     header = ["strategy", "ms", "time ratio", "peak MiB", "peak ratio", "gradients", "apart"]
-    header += ["GiB moved", "hidden"]
+    header += ["GiB moved", "hidden", "predicted ms", "predicted MiB"]
     rows = [
         [
             result.strategy,
@@ -241,6 +339,10 @@ def format_results(results: list[CompiledResult]) -> str:
             f"{result.largest_difference:.1e}",
             f"{result.gib_moved:.1f}",
             "-" if result.hidden is None else f"{result.hidden:.2f}",
+            *(
+                "-" if predicted is None else f"{predicted:.1f}"
+                for predicted in (result.predicted_milliseconds, result.predicted_peak_mib)
+            ),
         ]
         for result in results
     ]

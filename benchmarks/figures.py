@@ -169,7 +169,10 @@ def compiled(results: dict[str, Any]) -> str:
     for name in names:
         row = [name]
         for shape in shapes:
-            found, eager = cells[name, shape], cells["plain eager", shape]
+            found, eager = cells.get((name, shape)), cells["plain eager", shape]
+            if found is None:  # a plan for less than the least that works
+                row += ["", "", "", ""]
+                continue
             row.append(f"{found['milliseconds'] / eager['milliseconds']:.2f}")
             row.append(f"{found['peak_mib'] / eager['peak_mib']:.2f}")
             row.append(f"{found['gib_moved']:.1f}" if found["gib_moved"] else "")

@@ -24,6 +24,7 @@ from benchmarks.strategies import (
     torch_full,
     torch_selective,
 )
+from tests.graphs import TORCHS_WARNINGS, fresh_compiler
 from tests.toys import gradients, same_bits
 
 
@@ -264,3 +265,22 @@ def test_the_same_results_give_the_picture_that_is_there(picture: plot.Picture) 
     assert drawn == picture.drawn(result)
     if f"Matplotlib v{mpl.__version__}," in there:  # another draws the same a little otherwise
         assert drawn == there
+
+
+@TORCHS_WARNINGS[0]
+@TORCHS_WARNINGS[1]
+def test_plans_for_compiled_layers_are_benchmarked_beside_torchs_budgets() -> None:
+    pytest.importorskip("scipy")
+    from benchmarks import compiled  # noqa: PLC0415
+    from benchmarks.workload import Workload  # noqa: PLC0415
+
+    with fresh_compiler():
+        work = Workload(SHAPES["tiny"], "cpu")
+        expected = [grad.clone() for grad in work.gradients(lambda decoder, x: decoder(x))]
+        planned = compiled.fitted(work, "aot_eager", shares=(90,))
+        ways = compiled.torch_budgets(work, "aot_eager")
+        assert list(planned.plans) == list(planned.forwards) == ["rekindle.fit, 90 %"]
+        assert len(ways) == len(compiled.TORCH_BUDGETS)
+        name, forward = ways.popitem()
+        for run in (forward, *planned.forwards.values()):
+            assert all(map(same_bits, work.gradients(run), expected)), name
