@@ -25,7 +25,7 @@ Compiling = Callable[[nn.Module], nn.Module]
 
 def stack(drop: float = 0.0) -> tuple[Stack, Tensor]:
     torch.manual_seed(0)
-    return Stack(3, dim=32, drop=drop), torch.randn(128, 32)
+    return Stack(3, dim=32, drop=drop), torch.randn(128, 32).requires_grad_()
 
 
 def loss(out: Tensor) -> Tensor:
@@ -311,12 +311,12 @@ def test_gradients_are_those_of_the_compiled_model_with(how: str) -> None:
 def test_compiled_blocks_move_what_their_graphs_save_and_their_inputs() -> None:
     """A step fits that does not with every block recomputed, as those hold their inputs."""
     torch.manual_seed(0)
-    model, x = Stack(8, dim=16), torch.randn(1024, 16)
+    model, x = Stack(8, dim=16), torch.randn(1024, 16).requires_grad_()
     compile_blocks(model)
     expected = gradients(model, x)
     profile = rekindle.profile(model, x, loss=loss, spill=True)
     assert profile.recompute_peak is not None
-    budget = rekindle.frontier(profile, 12)[-1].peak
+    budget = rekindle.frontier(profile, 2)[-1].peak
     assert budget < profile.recompute_peak
     plan = rekindle.fit(model, x, budget, loss=loss, profile=profile)
     assert plan.offloads
@@ -325,7 +325,7 @@ def test_compiled_blocks_move_what_their_graphs_save_and_their_inputs() -> None:
     compiled = graphs_compiled()
     with rekindle.observe() as seen:
         assert all(map(same_bits, gradients(model, x), expected))
-    assert seen.spill.bytes_out == seen.spill.bytes_in > 0
+    assert 0 < seen.spill.bytes_in <= seen.spill.bytes_out
     assert graphs_compiled() == compiled
 
 

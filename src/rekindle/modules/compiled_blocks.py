@@ -29,7 +29,7 @@ _NAME = "_rekindle_set_aside"
 
 @dataclass(eq=False)
 class _SetAside:
-    """What `torch.compile` had put on a module; a copy or a pickle of the module has none of it."""
+    """The traces of `torch.compile` on a module; a copy or a pickle of the module has none."""
 
     call: Any = None
     """From `module.compile()`."""
@@ -133,11 +133,11 @@ def compiled_forward_of(module: nn.Module) -> CompiledForward | None:
 
 
 Opened = dict[nn.Module, tuple[CompiledForward | None, _SetAside | None]]
-"""What `open_blocks` did to modules, so that it can be done again."""
+"""Modules that `open_blocks` changed, so that it can be done again."""
 
 
 def snapshot_opened(model: nn.Module) -> Opened:
-    """What `open_blocks` did to a model, also where strategies are around it."""
+    """Modules of a model that `open_blocks` changed, also where strategies are around them."""
     found: Opened = {}
     for module in model.modules():
         forward = vars(module).get("forward")

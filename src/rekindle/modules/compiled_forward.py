@@ -91,7 +91,7 @@ class CompiledForward:
         return []
 
     def at_budget(self, budget: float) -> "CompiledForward":
-        """The same forward with its graphs at a budget."""
+        """Return the forward with its graphs at a budget."""
         if budget not in self._at_budgets:
             there = CompiledForward(self.__self__, self.options, self.own, budget)
             self._at_budgets[budget] = there
@@ -122,7 +122,7 @@ def _can_be(shape: tuple[int, ...], known: tuple[int, ...]) -> bool:
 
 
 SavedNames = tuple[tuple[str, tuple[int, ...]], ...]
-"""What one graph saves: the names of the ops that make it, and shapes; in order."""
+"""Names of the ops that make what one graph saves, with shapes; in order."""
 
 
 @dataclass(eq=False)
@@ -132,7 +132,7 @@ class _Backend:
     backend: Any
     budget: float | None
     saved: list[SavedNames] = field(default_factory=list)
-    """What its graphs save, as far as they were made here, and not read from a cache."""
+    """Names of what its graphs save, for those that were made here, not read from a cache."""
 
     def __post_init__(self) -> None:
         self.compiler_name = getattr(self.backend, "compiler_name", str(self.backend))
@@ -159,7 +159,7 @@ class _Artefact:
 
 
 _artefacts: "WeakKeyDictionary[type, list[_Artefact]]" = WeakKeyDictionary()
-"""What was compiled, by class of module: plans come and go, and models of a class share it."""
+"""Compiled forwards by class of module: plans come and go, and models of a class share them."""
 
 
 def _artefact(
@@ -168,13 +168,15 @@ def _artefact(
     options: CompileOptions,
     budget: float | None,
 ) -> _Artefact:
-    """What runs a forward at a budget: Note [One artefact for a kind and a budget]."""
+    """The artefact that runs a forward at a budget: Note [One artefact for a kind and a budget]."""
     known = _artefacts.setdefault(kind, [])
     for each in known:
         same = each.function is function and each.backend.budget == budget
         if same and each.options == options:
             return each
-    own = FunctionType(_run.__code__.replace(co_name=f"{kind.__name__}_forward"), globals())
+    code = _run.__code__.replace(co_name=f"{kind.__name__}_forward")
+    # With the forward's own globals: those of another module Dynamo looks up by its name.
+    own = FunctionType(code, getattr(function, "__globals__", globals()))
     backend = _Backend(options.backend, budget)
     known.append(_Artefact(function, options, backend, options.compile(own, backend)))
     return known[-1]

@@ -1,4 +1,4 @@
-"""What cannot be planned of compiled code, and what to do instead."""
+"""Refusals of compiled code that cannot be planned, with what to do instead."""
 
 from collections.abc import Iterable
 

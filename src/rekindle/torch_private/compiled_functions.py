@@ -1,4 +1,4 @@
-"""What `torch.compile` made: the function inside, and the options that it was given."""
+"""Functions that `torch.compile` made: the function inside, and the options it was given."""
 
 import sys
 from collections.abc import Callable
@@ -110,7 +110,7 @@ def compiles_backwards() -> bool:
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """What `module.compile()` put in the place of the module's call; None without it.
+    """The call that `module.compile()` put in the place of the module's own; None without it.
 
     Tried on torch 2.11 and 2.13. Goes when torch has a public form.
     """

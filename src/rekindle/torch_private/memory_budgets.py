@@ -13,7 +13,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
+
+from rekindle.torch_private.torch_checkpoint import CheckpointPolicy
 
 _LEAST = 1e-4
 """The smallest budget that the partitioner solves for: at 0 it saves inputs alone, whatever the

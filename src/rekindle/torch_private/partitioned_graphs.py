@@ -73,7 +73,7 @@ INPUT = "input"
 
 
 def saved_names(forward: Any, outputs: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """What a forward graph saves: the names of the ops that make the tensors, and their shapes.
+    """Names of the ops that make what a forward graph saves, with the shapes of the tensors.
 
     Args:
         forward: the graph module of the forward, whose results are the model's and the saved ones.

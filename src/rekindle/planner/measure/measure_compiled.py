@@ -87,7 +87,7 @@ def _distinct(benchmark: BlockBenchmark) -> list[_Traced]:
 
 
 def _saves(trace: BlockTrace) -> list[tuple[int, bool] | None]:
-    """What a trace says of the tensors that are saved: their bytes, whether they are inputs."""
+    """Bytes of the tensors that are saved, and whether each is an input; None for a parameter."""
     values = trace.values
     return [
         None if v is None else (values[v].nbytes, values[v].is_input) for v in trace.saved_tensors
