@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -327,6 +327,52 @@ def test_compiled_blocks_move_what_their_graphs_save_and_their_inputs() -> None:
         assert all(map(same_bits, gradients(model, x), expected))
     assert 0 < seen.spill.bytes_in <= seen.spill.bytes_out
     assert graphs_compiled() == compiled
+
+
+def test_a_plan_says_which_graphs_round_otherwise() -> None:
+    model, x = stack()
+    compile_blocks(model)
+    profile = rekindle.profile(model, x, loss=loss)
+    (block,) = profile.blocks
+    others = (
+        replace(each, is_exact=False)
+        for each in block.candidates
+        if isinstance(each.strategy, Compiled)
+    )
+    profile = replace(
+        profile, blocks=(replace(block, candidates=(*block.candidates[:2], *others)),)
+    )
+    plan = rekindle.fit(model, x, "60%", loss=loss, profile=profile)
+    count = sum(isinstance(candidate.strategy, Compiled) for _, _, candidate in plan.blocks)
+    assert count
+    assert f"; the graphs of {count} round otherwise than those without a plan" in str(plan)
+    assert "compiled        3 of 3 blocks, each by itself" in str(plan)
+
+
+def test_compiled_once_more_a_model_still_runs_by_its_plan() -> None:
+    """The graph breaks around blocks that have graphs of their own."""
+    model, x = stack()
+    compile_blocks(model)
+    rekindle.fit(model, x, "60%", loss=loss)
+    expected, compiled = gradients(model, x), graphs_compiled()
+    again = torch.compile(model, backend="aot_eager")
+    assert all(map(same_bits, gradients(again, x), expected))  # type: ignore[arg-type]
+    assert saved_bytes(again, x) == saved_bytes(model, x)  # type: ignore[arg-type]
+    assert graphs_compiled() <= compiled + 1  # of a block that the plan keeps
+
+
+def saved_bytes(model: nn.Module, x: Tensor) -> int:
+    """Bytes that autograd holds after a forward."""
+    sizes: dict[int, int] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        sizes[saved.untyped_storage().data_ptr()] = saved.nbytes
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        out = model(x)
+    del out
+    return sum(sizes.values())
 
 
 def test_a_compiled_model_needs_a_device() -> None:

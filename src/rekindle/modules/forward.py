@@ -41,7 +41,11 @@ from rekindle.strategy import (
     Strategy,
     Tile,
 )
-from rekindle.torch_private.dynamo_frames import break_graph, no_graph_begins
+from rekindle.torch_private.dynamo_frames import (
+    break_graph,
+    called_outside_graphs,
+    no_graph_begins,
+)
 
 _WHY_GRAPH_BREAKS = (
     "a module whose activations are offloaded begins a graph of its own: rekindle.offload works on "
@@ -160,6 +164,8 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         strategy = self._inner
         if torch.compiler.is_compiling():
+            if self.is_on and self._budget is not None:
+                return _run_by_own_graphs(self, args, kwargs)
             forward = self.instance_forward or _traceable(self.__self__)
             if _runs_as_it_is_in_graphs(strategy):
                 return forward(*args, **kwargs)
@@ -229,6 +235,15 @@ class Forward:
         module = copy.deepcopy(self.__self__, memo)
         held = copy.deepcopy((self.instance_forward, self.offloaders), memo)
         return Forward(module, self.strategy, *held, self.is_part)
+
+
+@called_outside_graphs(
+    "a block that a plan compiled by itself has graphs of its own. Call rekindle.remove(model) "
+    "before torch.compile, or rekindle.fit after it"
+)
+def _run_by_own_graphs(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a forward by its own graphs, where another graph is made of its caller."""
+    return forward(*args, **kwargs)
 
 
 def _runs_as_it_is_in_graphs(strategy: Strategy | None) -> bool:

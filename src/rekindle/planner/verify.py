@@ -80,6 +80,9 @@ def verify_gradients(
     how = f"with {len(changed)} of {len(planned)} blocks{head} run another way"
     if not (is_exact(plan.heads) and all(map(is_exact_strategy, planned.values()))):
         how += ", and by rows or in tiles as in the plan where these are not exact"
+    rounding = sum(not candidate.is_exact for _, _, candidate in plan.blocks)
+    if rounding:
+        how += f"; the graphs of {rounding} round otherwise than those without a plan"
     reference = _gradients(step, strategies, plan.compiled)
     others = differing_keys(found, reference)
     count = max(all_gather(len(others)))

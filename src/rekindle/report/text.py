@@ -59,6 +59,9 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
     if plan.offloads:
         moved = sum(candidate.bytes_moved for _, _, candidate in plan.blocks)
         figures.append(("moved away", f"{format_bytes(moved)} to {_tiers(plan)}"))
+    if plan.compiled:
+        count = len({path for path, _, _ in plan.blocks})
+        figures.append(("compiled", f"{len(plan.compiled)} of {count} blocks, each by itself"))
     if plan.verified is not None:
         figures.append(("verified", plan.verified))
     figures += _nearby("with less", plan.less, plan.predicted_time)
