@@ -13,6 +13,7 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 
 import rekindle
+from rekindle.planner import candidates
 from rekindle.strategy import Compiled, Keep, Recompute
 from tests.graphs import TORCHS_WARNINGS, Graphs
 from tests.toys import Stack, same_bits
@@ -326,6 +327,24 @@ def test_compiled_blocks_move_what_their_graphs_save_and_their_inputs() -> None:
     with rekindle.observe() as seen:
         assert all(map(same_bits, gradients(model, x), expected))
     assert 0 < seen.spill.bytes_in <= seen.spill.bytes_out
+    assert graphs_compiled() == compiled
+
+
+def test_a_model_that_inductor_compiles_is_fitted_with_a_warning_of_what_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(candidates, "BUDGETS", (0.0,))  # each is some seconds of a C++ compiler
+    model, x = stack()
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+    expected = gradients(model, x)
+    with pytest.warns(UserWarning, match="memory that inductor's code allocates is not counted"):
+        plan = rekindle.fit(model, x, "80%", loss=loss)
+    assert any(isinstance(candidate.strategy, Compiled) for _, _, candidate in plan.blocks)
+    assert plan.verified is not None
+    compiled = graphs_compiled()
+    for one, other in zip(gradients(model, x), expected, strict=True):
+        torch.testing.assert_close(one, other)
     assert graphs_compiled() == compiled
 
 

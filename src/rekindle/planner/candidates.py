@@ -254,7 +254,7 @@ def with_names(candidate: Candidate, trace: BlockTrace) -> Candidate:
 
     def words(ops: Iterable[TracedOp]) -> tuple[str, ...]:
         numbers = {op.number for op in ops}
-        return tuple(word_of(op.name) for op in largest_first if op.number in numbers and op.name)
+        return tuple(word_of(op.name) for op in largest_first if op.number in numbers)
 
     def makers(places: Iterable[int], modules: tuple[str, ...]) -> list[TracedOp]:
         outside = trace.saved_outside(modules)

@@ -21,6 +21,8 @@ from rekindle.torch_private.dispatch_modes import is_traced
 from rekindle.torch_private.partitioned_graphs import INPUT
 from rekindle.torch_private.storages import storage_key
 
+_UNNAMED = "tensor"
+"""The name of what a graph saves that torch has read from a cache."""
 _FIXED = -1
 """The key of what a block saves and did not make."""
 
@@ -79,7 +81,7 @@ def _trace_of(
     saved: Sequence[_Saved], outside: set[int], inputs: set[int], names: Sequence[str]
 ) -> BlockTrace:
     """The trace of a block that saved these tensors."""
-    named = names or [""] * len(saved)
+    named = names or [_UNNAMED] * len(saved)
     ops: list[TracedOp] = []
     values: list[TracedValue] = []
     known: dict[int, int] = {}
