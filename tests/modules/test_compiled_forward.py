@@ -1,7 +1,9 @@
 """A module's forward, compiled alone: its graphs are at a budget, and shared."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,7 +13,9 @@ from torch._dynamo.utils import counters
 from torch._functorch import config
 from torch._inductor import config as inductor_config
 
+from rekindle.modules.apply_strategies import apply_strategies
 from rekindle.modules.compiled_forward import CompiledForward
+from rekindle.strategy import Compiled
 from rekindle.torch_private.compiled_functions import (
     CompileOptions,
     compile_options,
@@ -140,6 +144,27 @@ def test_a_forward_of_the_module_itself_is_compiled() -> None:
     block, x = Block(), leaf(2, 8)
     vars(block)["forward"] = CompiledForward(block, options_of(), lambda x: x.sin())
     assert same_bits(block(x), x.sin())
+
+
+def test_a_module_with_a_forward_of_its_own_takes_what_was_compiled_with_it() -> None:
+    block, x = Block(), leaf(2, 8)
+    vars(block)["forward"] = CompiledForward(block, options_of(), lambda x: x.sin())
+    block(x)
+    gone = weakref.ref(block)
+    del block
+    gc.collect()  # torch's guards hold it in a cycle
+    assert gone() is None
+
+
+def test_without_gradients_a_budget_compiles_nothing_of_its_own() -> None:
+    block, x = Block(), leaf(2, 8)
+    vars(block)["forward"] = CompiledForward(block, options_of())
+    with torch.no_grad():
+        expected = block(x)
+        before = counters["stats"]["unique_graphs"]
+        apply_strategies(block, {"": Compiled(0.5)})
+        assert same_bits(block(x), expected)
+    assert counters["stats"]["unique_graphs"] == before
 
 
 def test_a_copy_is_compiled_and_a_pickle_is_not() -> None:

@@ -64,14 +64,18 @@ class CompiledForward:
         own = self.own
         return type(self.__self__).forward if own is None else getattr(own, "__func__", own)
 
+    @property
+    def _shared_by(self) -> type[nn.Module] | nn.Module:
+        """The class, all modules of which run this function; else the module alone."""
+        is_method = self.own is None or hasattr(self.own, "__func__")
+        return type(self.__self__) if is_method else self.__self__
+
     @no_graph_begins
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # as part of another graph
             return self.__wrapped__(*args, **kwargs)
         if self._artefact is None:
-            self._artefact = _artefact(
-                type(self.__self__), self.__func__, self.options, self.budget
-            )
+            self._artefact = _artefact(self._shared_by, self.__func__, self.options, self.budget)
         bound = self if self.own is None else self.own
         if hasattr(bound, "__self__"):
             args = (bound.__self__, *args)
@@ -158,22 +162,24 @@ class _Artefact:
     compiled: Callable[..., Any]
 
 
-_artefacts: "WeakKeyDictionary[type, list[_Artefact]]" = WeakKeyDictionary()
-"""Compiled forwards by class of module: plans come and go, and models of a class share them."""
+_artefacts: "WeakKeyDictionary[type[nn.Module] | nn.Module, list[_Artefact]]" = WeakKeyDictionary()
+"""Compiled forwards by class of module: plans come and go, and models of a class share them. Those
+of a module with a function of its own are by the module."""
 
 
 def _artefact(
-    kind: type[nn.Module],
+    owner: type[nn.Module] | nn.Module,
     function: Callable[..., Any],
     options: CompileOptions,
     budget: float | None,
 ) -> _Artefact:
     """The artefact that runs a forward at a budget: Note [One artefact for a kind and a budget]."""
-    known = _artefacts.setdefault(kind, [])
+    known = _artefacts.setdefault(owner, [])
     for each in known:
         same = each.function is function and each.backend.budget == budget
         if same and each.options == options:
             return each
+    kind = owner if isinstance(owner, type) else type(owner)
     code = _run.__code__.replace(co_name=f"{kind.__name__}_forward")
     # With the forward's own globals: those of another module Dynamo looks up by its name.
     own = FunctionType(code, getattr(function, "__globals__", globals()))

@@ -194,7 +194,7 @@ class Forward:
         own = self.__wrapped__
         if self._budget is None or not self.is_on or not isinstance(own, CompiledForward):
             return own
-        return own.at_budget(self._budget)
+        return own.at_budget(self._budget) if torch.is_grad_enabled() else own
 
     def _parts(self) -> frozenset[int]:
         """Ids of the modules inside this one that its strategy recomputes."""
