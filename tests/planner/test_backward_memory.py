@@ -12,7 +12,7 @@ from rekindle.planner.measure.measure_step import measure_step
 from rekindle.planner.plan_for_budget import plan_by
 from rekindle.planner.timeline import simulate
 from rekindle.planner.trace.block_outputs import OutputUse
-from rekindle.planner.trace.step_trace import trace_step
+from rekindle.planner.trace.head_ways import trace_steps
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Profile
 from rekindle.strategy import Keep, Recompute
@@ -179,5 +179,6 @@ def test_the_trace_tells_what_a_step_uses_of_outputs(
     model, batch = kind(), numbers()
     blocks = {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
     device = torch.device("cpu")
-    _, calls = trace_step(TrainingStep(model, batch), dict(blocks), device, DeviceClock(device))
+    step = TrainingStep(model, batch)
+    calls = trace_steps(step, dict(blocks), device, DeviceClock(device)).calls
     assert {call.output_uses for call in calls.values()} == {(OutputUse(True, True), second)}
