@@ -44,7 +44,7 @@ def test_all_but_times_is_as_measured(case: Callable[[], Case]) -> None:
     measured = rekindle.profile(model, batch)
     fake = rekindle.profile(model, batch, device="meta", like="cpu")
     assert without_times(fake) == without_times(measured)
-    assert len(fake.blocks[0].candidates) >= 4
+    assert max(len(block.candidates) for block in fake.blocks) >= 4
 
 
 @every_case

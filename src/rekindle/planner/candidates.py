@@ -24,16 +24,26 @@ from rekindle.strategy import (
     TierName,
 )
 
+SMALL = 1 / 8
+"""Share of what all blocks save that small blocks save together, at most."""
 
-def candidates(trace: BlockTrace) -> tuple[Candidate, ...]:
-    """The candidates of a block that are worth measuring, the first of which keeps all."""
-    modules = module_sets.module_sets(trace)
+
+def candidates(trace: BlockTrace, *, is_small: bool = False) -> tuple[Candidate, ...]:
+    """The candidates of a block that are worth measuring, the first of which keeps all.
+
+    A small block, as the first layer is that differs from the others in its input, or a stage at
+    the end of a pyramid, has few: none that recompute modules inside it, and of those that go op by
+    op only the one that holds least, so that the least budget is what it would be. What it could
+    save by the others is a few thousandths of a step, and each of them takes several runs.
+    """
+    modules = [] if is_small else module_sets.module_sets(trace)
+    kept = keep_sets.keep_sets(trace)
     return (
         Candidate(Keep()),
         Candidate(Recompute()),
         *recomputing_saved(trace.recomputable, trace),
         *(recomputing_modules(each, trace) for each in modules),
-        *(selecting(kept, trace) for kept in keep_sets.keep_sets(trace)),
+        *(selecting(each, trace) for each in (kept[-1:] if is_small else kept)),
     )
 
 

@@ -11,7 +11,7 @@ candidate that moves nothing; the costs of those that move results follow from t
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from rekindle.modules.patterns import generalized, is_inside
 from rekindle.modules.unwrapping import class_name, places, unwrapped
 from rekindle.offload.owners import OffloaderSet
 from rekindle.planner.candidates import (
+    SMALL,
     candidates,
     recomputing_all,
     undominated,
@@ -57,7 +58,14 @@ from rekindle.planner.trace.block_trace import trace_block
 from rekindle.planner.trace.find_blocks import find_blocks
 from rekindle.planner.trace.head_ways import trace_steps
 from rekindle.planner.training_step import TrainingStep
-from rekindle.planner.types import BlockKey, BlockProfile, Profile, StepTrace
+from rekindle.planner.types import (
+    BlockKey,
+    BlockProfile,
+    BlockTrace,
+    Candidate,
+    Profile,
+    StepTrace,
+)
 from rekindle.strategy import TierName
 from rekindle.torch_private.fsdp import gathered_around, sharded_parameters
 
@@ -218,6 +226,14 @@ def _profile_blocks(
     for path in trace.order:
         own_paths.setdefault(merged.indices[path], path)
     last_use = {trace.keys[path]: index for index, path in sorted(own_paths.items())}
+    traces: dict[int, BlockTrace] = {}
+    if measured_on.known is None:
+        for index, path in own_paths.items():
+            if path not in compiled:
+                call = calls[trace.keys[path]]
+                traces[index] = trace_block(call, measured_on.clock.estimates)
+                del call
+    small = _small_blocks(traces, [merged.indices[path] for path in trace.order])
     profiles = []
     for index, merged_key in enumerate(count_progress(merged.keys, "block")):
         if index not in own_paths:
@@ -230,13 +246,28 @@ def _profile_blocks(
             call = calls.pop(key) if last_use[key] == index else calls[key]
             kind = class_name(call.block)
             if measured_on.known is None:
-                found = _profile_block(kind, key, call, is_compiled, measured_on)
+                own_trace = traces.pop(index, None)
+                own = () if own_trace is None else candidates(own_trace, is_small=index in small)
+                found = _profile_block(kind, key, call, is_compiled, measured_on, own_trace, own)
             else:
                 path = next(path for path, other in trace.keys.items() if other == key)
                 found = _known_block(measured_on.known, path, key)
             del call
         profiles.append(found)
     return profiles
+
+
+def _small_blocks(traces: Mapping[int, BlockTrace], order: Sequence[int]) -> frozenset[int]:
+    """The smallest distinct blocks, which on every rank save little of what all blocks save."""
+    saved = {index: order.count(index) * trace.saved_bytes for index, trace in traces.items()}
+    left = SMALL * sum(saved.values())
+    flags: dict[int, bool] = {}
+    for index in sorted(saved, key=lambda index: (saved[index], index)):
+        left -= saved[index]
+        flags[index] = left >= 0
+    of_ranks = all_gather(flags)
+    indices = {index for flags in of_ranks for index in flags}
+    return frozenset(i for i in indices if all(flags.get(i, True) for flags in of_ranks))
 
 
 def _benchmark(call: BlockCall, measured_on: MeasuringDevice) -> BlockBenchmark:
@@ -249,15 +280,15 @@ def _profile_block(
     call: BlockCall | None,
     is_compiled: bool,
     measured_on: MeasuringDevice,
+    trace: BlockTrace | None = None,
+    own: Sequence[Candidate] = (),
 ) -> BlockProfile:
-    """Trace a block, list its candidates, and measure them; without a call, other ranks do."""
+    """Measure the candidates of a block, by its trace; without a call, other ranks do."""
     benchmark = None if call is None else _benchmark(call, measured_on)
     if is_compiled:
         tier = measured_on.tier if measured_on.bytes_per_second else None
         measured = measure_compiled(benchmark, tier)
     else:
-        trace = None if call is None else trace_block(call, measured_on.clock.estimates)
-        own = () if trace is None else candidates(trace)
         measured = measure_candidates(benchmark, agree_on_candidates(trace, own))
         if benchmark is not None and trace is not None:
             if measured_on.bytes_per_second:
