@@ -304,6 +304,11 @@ def metered_as_a_whole(device: torch.device, known: Iterable[Tensor] = ()) -> It
         _whole.reset(token)
 
 
+def meters_freely(device: torch.device) -> bool:
+    """Return whether what is metered may be timed as well: the allocator counts in any case."""
+    return device.type == "cuda"
+
+
 @contextmanager
 def metered(device: torch.device, known: Iterable[Tensor] = ()) -> Iterator[Meter]:
     """Meter what runs inside; `known` are tensors that exist before."""

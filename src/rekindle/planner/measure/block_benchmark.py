@@ -15,7 +15,7 @@ from rekindle.modules.apply_strategies import apply_strategies, undo
 from rekindle.modules.unwrapping import class_name
 from rekindle.offload.owners import OffloaderSet
 from rekindle.planner.gradient_fingerprints import FingerprintCollector, GradientFingerprints
-from rekindle.planner.instruments.memory_meter import bytes_of, metered, unmetered
+from rekindle.planner.instruments.memory_meter import bytes_of, metered, meters_freely, unmetered
 from rekindle.planner.instruments.timing import Clock
 from rekindle.planner.nested_tensors import map_tensors, tensors_in
 from rekindle.planner.trace.block_calls import BlockCall
@@ -34,6 +34,10 @@ _LONG = 0.1
 
 _NOISE_OF_ONE_RUN = 0.02
 """Share of its seconds by which a block that is timed once may be off."""
+
+
+_Bytes = tuple[int, int, int, int]
+_Seconds = tuple[float, float, float, float]
 
 
 class BlockBenchmark:
@@ -59,12 +63,13 @@ class BlockBenchmark:
         """Return a candidate with its bytes and seconds."""
         with self._run_by(candidate.strategy):
             first = [] if self._clock.is_exact else [self._time_first()]
-            held, cached, forward_peak, backward_peak = self._measure_memory()
+            (held, cached, forward_peak, backward_peak), seconds = self._measure_memory()
             input_freed, output_freed = self._measure_freed()
-            is_long = any(sum(seconds) > _LONG for seconds in first)
+            is_long = any(sum(each) > _LONG for each in first)
             runs = 1 if is_long else self._clock.runs
+            times = [seconds] if meters_freely(self._device) else []
             with unmetered():
-                times = [self._time_once() for _ in range(runs)]
+                times += [self._time_once() for _ in range(runs - len(times))]
         forward, backward, forward_host, backward_host = (
             min(seconds) for seconds in zip(*first, *times, strict=True)
         )
@@ -144,15 +149,19 @@ class BlockBenchmark:
         finally:
             undo(self._block)
 
-    def _measure_memory(self) -> tuple[int, int, int, int]:
-        """Return bytes held after a forward, those of casts in autocast's cache, and two peaks."""
+    def _measure_memory(self) -> tuple[_Bytes, _Seconds]:
+        """Return the bytes of a forward and a backward, and their seconds while they are metered.
+
+        Bytes are those held after the forward, those of casts in autocast's cache, and two peaks.
+        """
         args, kwargs = self._call.fresh_arguments()
         known = tensors_in((args, kwargs))
         known += [*self._block.parameters(), *self._block.buffers()]
         known += [p.grad for p in self._block.parameters() if p.grad is not None]
         with metered(self._device, known) as meter:
+            run = _TimedRun(self._clock, self._head_start)
             with self._call.entered():
-                out = self._block(*args, **kwargs)
+                out = run.forward(lambda: self._block(*args, **kwargs))
                 forward_peak = meter.peak()
                 used, trained = self._call.used_outputs(out)
                 del out
@@ -161,12 +170,10 @@ class BlockBenchmark:
             cached = with_cache - held
             rest = _rest_after(trained)
             del used, trained
-            if rest is None:  # it has no backward
-                return held, cached, forward_peak, 0
             meter.reset()
-            rest.prepare()
-            rest.backward()
-            return held, cached, forward_peak, meter.peak() - held
+            run.backward(rest)
+            backward_peak = meter.peak() - held if rest is not None else 0
+        return (held, cached, forward_peak, backward_peak), self._seconds_of(run)
 
     def _measure_freed(self) -> tuple[int, int]:
         """Return bytes of the block's input, and of its output, that its graph does not hold."""
@@ -190,7 +197,7 @@ class BlockBenchmark:
             del graph
         return input_freed, output_freed
 
-    def _time_first(self) -> tuple[float, float, float, float]:
+    def _time_first(self) -> _Seconds:
         """Return the seconds of the first run by a strategy, for which the device is idle.
 
         The host of a block that waits for the device would else wait for what keeps that busy.
@@ -198,31 +205,58 @@ class BlockBenchmark:
         self._head_start = 0.0
         return self._time_once()
 
-    def _time_once(self) -> tuple[float, float, float, float]:
+    def _time_once(self) -> _Seconds:
         """Return seconds of a forward and a backward as in a step; then those of the host."""
         args, kwargs = self._call.fresh_arguments()
-        clock = self._clock
-        clock.keep_busy(self._head_start)
+        run = _TimedRun(self._clock, self._head_start)
         with self._call.entered():
-            begin = clock.mark()
-            out = self._block(*args, **kwargs)
-            middle = clock.mark()
+            out = run.forward(lambda: self._block(*args, **kwargs))
         _, trained = self._call.used_outputs(out)
         rest = _rest_after(trained)
         del out, trained
+        run.backward(rest)
+        return self._seconds_of(run)
+
+    def _seconds_of(self, run: "_TimedRun") -> _Seconds:
+        """Return the seconds of a run, by which the next one knows how long its host takes."""
+        seconds = run.seconds()
+        self._head_start = min(0.002 + 1.5 * sum(seconds[2:]), _MOST_HEAD_START)
+        return seconds
+
+
+class _TimedRun:
+    """A forward and a backward of a block on a device that has other work first."""
+
+    def __init__(self, clock: Clock, head_start: float) -> None:
+        self._clock = clock
+        self._marks: list[Any] = []
+        clock.keep_busy(head_start)
+
+    def forward(self, function: Callable[[], Any]) -> Any:
+        """Run the forward, and return what it returns."""
+        begin = self._clock.mark()
+        out = function()
+        self._marks += begin, self._clock.mark()
+        return out
+
+    def backward(self, rest: "_RestOfStep | None") -> None:
+        """Run the backward, if there is one."""
         if rest is not None:
             rest.prepare()
-        again = clock.mark()
+        begin = self._clock.mark()
         if rest is not None:
             rest.backward()
-        end = clock.mark()
+        self._marks += begin, self._clock.mark()
+
+    def seconds(self) -> _Seconds:
+        """Return the seconds of the forward and of the backward; then those of the host."""
+        begin, middle, again, end = self._marks
+        clock = self._clock
         device = clock.seconds(begin, middle), clock.seconds(again, end)
-        host = clock.host_seconds(begin, middle), clock.host_seconds(again, end)
-        self._head_start = min(0.002 + 1.5 * sum(host), _MOST_HEAD_START)
-        return *device, *host
+        return *device, clock.host_seconds(begin, middle), clock.host_seconds(again, end)
 
 
-def _spread(times: list[tuple[float, float, float, float]]) -> float:
+def _spread(times: list[_Seconds]) -> float:
     """Return the seconds from the fastest run to the median one, of the device or of the host.
 
     Whichever varies more counts. One run that was held up hardly changes a median. Of one run

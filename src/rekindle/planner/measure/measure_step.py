@@ -9,7 +9,7 @@ import torch
 from rekindle.modules.apply_strategies import undo
 from rekindle.modules.compiled_blocks import close_blocks
 from rekindle.planner.gradient_fingerprints import GradientFingerprints
-from rekindle.planner.instruments.memory_meter import metered
+from rekindle.planner.instruments.memory_meter import metered, meters_freely
 from rekindle.planner.instruments.timing import times_of
 from rekindle.planner.measure.preserve_model_state import preserve_buffers, repeatable
 from rekindle.planner.placement import compute_device
@@ -42,7 +42,7 @@ def measure_step(
     """
     model = step.model
     device = compute_device(model)
-    meters_freely = device.type == "cuda"  # then the steps that are timed are metered too
+    is_free = meters_freely(device)  # then the steps that are timed are metered too
     with repeatable(step):
         apply_plan(model, plan)
         with preserve_buffers(model):
@@ -57,10 +57,10 @@ def measure_step(
             else:
                 step()
             peak = meter.peak()
-        with metered(device) if meters_freely else nullcontext(meter) as meter:
+        with metered(device) if is_free else nullcontext(meter) as meter:
             seconds = median(times_of(step, device))
             # Fingerprints take some memory of the device, where a meter sees all there is.
-            of_gradients = meters_freely and with_gradients
+            of_gradients = is_free and with_gradients
             peak = meter.peak() if of_gradients else max(peak, meter.peak())
         undo(model)
         close_blocks(model)
