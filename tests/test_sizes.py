@@ -1,10 +1,12 @@
 """Sizes in bytes are read as people write them, and written as people read them."""
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rekindle.sizes import format_bytes, parse_bytes
+from rekindle.sizes import format_budget, format_bytes, parse_bytes, rounded_up
 
 UNITS = {
     "B": 1,
@@ -91,8 +93,22 @@ def test_a_number_too_large_for_a_float_is_still_a_number() -> None:
 
 @pytest.mark.parametrize("value", [1.0, None, True, False, b"1GiB"])
 def test_what_is_neither_int_nor_text_is_a_type_error(value: object) -> None:
-    with pytest.raises(TypeError, match=f"^budget .* got {type(value).__name__}$"):
+    with pytest.raises(TypeError, match=f"^budget .* got {type(value).__name__}"):
         parse_bytes(value, "budget")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [("24G", "24GiB"), ("24 g", "24GiB"), ("800M", "800MiB"), ("0.5", "0.5GiB"), (1.5, "1.5GiB")],
+)
+def test_an_error_says_which_size_may_be_meant(value: Any, meant: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f': "{meant}", perhaps?'):
+        parse_bytes(value, "max_offload")
+
+
+def test_nothing_is_meant_by_what_is_no_size() -> None:
+    with pytest.raises(ValueError, match=r"but got 'half'$"):
+        parse_bytes("half", "max_offload")
 
 
 def test_a_negative_number_is_an_error() -> None:
@@ -137,3 +153,18 @@ def test_what_is_written_is_within_a_twentieth_of_its_unit(count: int) -> None:
 def test_no_more_than_1023_of_a_unit_is_written(count: int) -> None:
     number, unit = format_bytes(count).split()
     assert unit == "TiB" or float(number) < 1024
+
+
+@given(st.integers(0, 2**50))
+@example(2**20 - 1)
+def test_what_is_written_in_code_is_no_less_and_at_most_a_tenth_of_a_unit_more(count: int) -> None:
+    text = format_budget(count)
+    assert parse_bytes(text, "budget") == rounded_up(count)
+    assert 0 <= rounded_up(count) - count <= UNITS[text.lstrip("0123456789.")] / 10
+
+
+def test_numbers_of_one_message_are_in_the_unit_of_the_largest() -> None:
+    whole = 5 * 2**30
+    parts = [whole, 700 * 2**20, 110 * 2**20, 50 * 2**20]
+    written = [format_bytes(part, of=whole) for part in parts]
+    assert written == ["5 GiB", "0.7 GiB", "0.1 GiB", "50 MiB"]

@@ -148,7 +148,7 @@ def test_a_step_without_a_loss_warns_as_a_profile_does() -> None:
         ({"like": 3}, TypeError, "like should be the name of a device, but got int"),
         ({"like": "H1000"}, ValueError, "H1000"),
         ({"plan": "recompute"}, TypeError, 'plan should be a Plan, "fit" or None'),
-        ({"optimizer": 3}, TypeError, "optimizer should be one"),
+        ({"optimizer": 3}, TypeError, "optimizer should be an optimizer"),
         ({"model": None}, TypeError, "takes a model"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

@@ -284,7 +284,7 @@ def test_a_budget_that_nothing_fits_ends_the_fit_and_leaves_no_strategies() -> N
     pytest.importorskip("scipy")
     module = Wide()
     with pytest.raises(rekindle.BudgetError, match="No plan fits into 100 B"):
-        fit_wide(module, ours.Callback(budget=100))
+        fit_wide(module, ours.Callback(budget="100B"))
     assert not is_managed(module)
     assert "log" not in vars(module)
 
@@ -316,3 +316,22 @@ def test_metrics_are_as_if_the_step_had_not_been_measured() -> None:
     callback = ours.Callback(budget="80%")
     assert torch.equal(fit_wide(within, callback).callback_metrics["mean"], expected)
     assert callback.plan is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"what": "recomput"}, "'recompute', perhaps"),
+        ({"what": {"layers.*": "ofload"}}, "'offload', perhaps"),
+        ({"what": 3}, "given a strategy"),
+        ({"what": "recompute", "budget": "24GiB"}, "takes strategies or a budget"),
+        ({"budget": "24G"}, "24GiB"),
+        ({"budget": 0.5}, "50%"),
+    ],
+    ids=str,
+)
+def test_a_callback_that_cannot_work_is_refused_when_it_is_made(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        ours.Callback(**arguments)

@@ -98,7 +98,7 @@ def test_gradient_checkpointing_of_the_trainer_runs_on_rekindle(
 def test_a_callback_beside_the_trainers_own_switch_is_refused(tmp_path: Path) -> None:
     model = FAMILIES["llama"].build()
     both = trainer(tmp_path, model, [ours.Callback()], gradient_checkpointing=True)
-    with pytest.raises(ValueError, match=r"gradient_checkpointing_disable\(\) first"):
+    with pytest.raises(ValueError, match=r"TrainingArguments\(gradient_checkpointing=False\)"):
         both.train()
 
 
@@ -142,3 +142,22 @@ def test_a_callback_plans_with_the_loss_that_it_is_given() -> None:
 def test_a_loss_without_a_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="loss= goes with budget="):
         ours.Callback("recompute", loss=lambda out: out.loss)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"what": "recomput"}, "'recompute', perhaps"),
+        ({"what": {"layers.*": "ofload"}}, "'offload', perhaps"),
+        ({"what": 3}, "given a strategy"),
+        ({"what": "recompute", "budget": "24GiB"}, "takes strategies or a budget"),
+        ({"budget": "24G"}, "24GiB"),
+        ({"budget": 0.5}, "50%"),
+    ],
+    ids=str,
+)
+def test_a_callback_that_cannot_work_is_refused_when_it_is_made(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        ours.Callback(**arguments)

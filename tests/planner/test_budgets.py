@@ -1,5 +1,6 @@
 """Budgets of `fit`: bytes or shares, what they buy, and which are refused."""
 
+import re
 from typing import Any
 
 import pytest
@@ -81,15 +82,44 @@ def test_a_budget_of_another_type_is_refused(budget: Any) -> None:
 
 def test_a_budget_below_what_is_always_there_is_refused_with_both() -> None:
     with pytest.raises(rekindle.BudgetError, match=r"No plan fits into 100 B\. The least that"):
-        rekindle.fit(Stack(2), torch.randn(4, 8), 100)
+        rekindle.fit(Stack(2), torch.randn(4, 8), "100B")
 
 
 def test_a_refused_budget_names_one_that_fits() -> None:
     model, batch = Stack(4, 16), torch.randn(512, 16)
     profile = rekindle.profile(model, batch)  # another may have other options, by its times
     with pytest.raises(rekindle.BudgetError) as refused:
-        rekindle.fit(model, batch, 100, profile=profile)
+        rekindle.fit(model, batch, "100B", profile=profile)
     named = str(refused.value).split("The least that works is ")[1].split(",")[0]
     plan = rekindle.fit(model, batch, named, profile=profile)
     assert plan.measured_peak is not None
     assert plan.measured_peak <= plan.budget
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        (0.5, '"50%" is a share of the activations, "0.5GiB" is bytes'),
+        ("0.5", '"50%" is a share of the activations, "0.5GiB" is bytes'),
+        ("24G", '"24GiB", perhaps?'),
+        (24.0, '"24GiB", perhaps?'),
+        (8, 'budget=8 is 8 bytes: "8GiB", perhaps?'),
+        ("40", "budget='40' is 40 bytes: \"40GiB\", perhaps?"),
+    ],
+)
+def test_a_budget_that_means_something_else_is_refused_with_what_may_be_meant(
+    budget: Any, message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        rekindle.fit(Stack(2), torch.randn(4, 8), budget)
+
+
+def test_a_refusal_is_in_one_unit_and_has_a_next_step() -> None:
+    with torch.device("meta"):
+        model, batch = Stack(4, 1024), torch.empty(65536, 1024)
+    profile = rekindle.profile(model, batch, device="meta", like="H100")
+    with pytest.raises(rekindle.BudgetError) as refused:
+        rekindle.solve(profile, "800MiB")
+    text = str(refused.value)
+    assert set(re.findall(r"\d (\w?i?B)\b", text)) == {"GiB"}
+    assert text.endswith("would fit. rekindle.explain says what holds it.")

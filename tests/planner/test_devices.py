@@ -1,5 +1,6 @@
 """The table of devices, and the times of ops by it."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -139,3 +140,23 @@ def test_the_page_lists_the_devices_of_the_table() -> None:
         rates = [device.half / 1e12, device.tf32 / 1e12, device.single / 1e12, device.memory / 1e9]
         cells = [f"`{device.name}`", *(f"{rate:.4g}" for rate in rates), link]
         assert f"| {' | '.join(cells)} | {device.memory_bytes >> 30} GiB |\n" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("A100", "'A100-80GB' or 'A100-40GB', perhaps?"),
+        ("4090", "'RTX 4090', perhaps?"),
+        ("RTX 4091", "'RTX 4090', perhaps?"),
+        ("NVIDIA H100 80GB HBM3", "'H100', perhaps?"),
+        ("a toaster", "in the table. There are 'B200'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_with_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(meant)):
+        Device.named(name)
+
+
+def test_a_device_has_a_twentieth_of_its_memory_for_what_torch_does_not_give_out() -> None:
+    assert Device.named("H100").usable_bytes == 76 * 2**30
+    assert Device.named("H100") in Device.known()

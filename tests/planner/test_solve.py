@@ -211,7 +211,9 @@ def test_a_refusal_says_what_is_there_all_the_time_and_where_the_peak_is() -> No
         rekindle.solve(profile, 1)
     assert "of which 123 MiB are parameters, gradients, optimizer state" in str(refused.value)
     assert f"the peak is in {least.prediction.at}." in str(refused.value)
-    assert str(refused.value).endswith("or use a smaller dtype.")  # 123 MiB are over the budget
+    assert str(refused.value).endswith(
+        "smaller dtype. rekindle.explain says what holds it."
+    )  # 123 MiB are over the budget
 
 
 def test_with_room_for_all_the_fastest_is_taken() -> None:

@@ -79,7 +79,7 @@ def test_a_fit_that_fails_leaves_all_as_it_was() -> None:
     model, batch = sequential()
     rekindle.apply(model, {"1": "recompute"})
     with unchanged(model), pytest.raises(rekindle.BudgetError):
-        rekindle.fit(model, batch, 100)
+        rekindle.fit(model, batch, "100B")
 
 
 def test_a_fit_changes_nothing_but_forwards() -> None:

@@ -21,7 +21,7 @@ from rekindle.planner.fake_profile import table_device
 from rekindle.planner.find_largest import LargestRequest, MeasuredSize, find_largest
 from rekindle.planner.largest import Largest, Over, Unit
 from rekindle.planner.placement import compute_device
-from rekindle.planner.plan_for_budget import checked_budget
+from rekindle.planner.plan_for_budget import checked_budget, refuse_unlikely_budget
 from rekindle.planner.progress import show_progress
 from rekindle.planner.training_step import TrainingStep
 from rekindle.report import largest_html, largest_text  # noqa: F401 (it prints by them)
@@ -154,6 +154,7 @@ def _device_and_limit(
         raise ValueError(
             f"The largest {budget!r} of what? A share is of one step: give bytes, like '24GiB'"
         )
+    refuse_unlikely_budget(budget)
     return on, limit
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rekindle._api.planning_checks import (
+    check_batch,
     check_compiled,
     check_given_profile,
     check_model,
@@ -17,6 +18,7 @@ from rekindle._api.planning_checks import (
     is_meta,
     need_scipy,
     refuse_without_memory,
+    say_if_in_eval_mode,
 )
 from rekindle.modules.blocks import Named, named_blocks
 from rekindle.planner import fit as fit_model
@@ -30,7 +32,7 @@ from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
 from rekindle.planner.plan_for_budget import (
     budget_bytes,
-    checked_budget,
+    refuse_unlikely_budget,
     solved,
     with_nearby,
 )
@@ -132,6 +134,7 @@ def _profile(
 ) -> Profile:
     check_model(model)
     check_compiled(model, blocks, on_meta)
+    check_batch(model, batch)
     check_options(optimizer, spill, exact)
     given = checked_loss(loss, batch)
     check_source_of_times(like, spill, on_meta)
@@ -300,7 +303,7 @@ def _fit(
     verify: VerifyLevel,
 ) -> Plan:
     need_scipy()
-    checked_budget(budget)
+    refuse_unlikely_budget(budget)
     check_options(optimizer, spill, exact)
     if verify not in get_args(VerifyLevel):
         raise ValueError(f'verify should be "auto", "gradients" or "peak", but got {verify!r}')
@@ -319,6 +322,7 @@ def _fit(
                 "exact=False, but the profile was measured without it: "
                 "rekindle.profile(..., exact=False)"
             )
+    say_if_in_eval_mode(model)
     require_same_on_ranks(verify=verify, profile="none" if known is None else "given")
     if known is None:
         measured = profile(

@@ -1,14 +1,18 @@
 """Checks of the arguments of `profile`, `solve`, `frontier` and `fit`."""
 
+import inspect
+import logging
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from rekindle.modules.blocks import Named, named_blocks, unwrapped_blocks
 from rekindle.modules.compiled_blocks import compiled_paths
-from rekindle.modules.unwrapping import class_name
+from rekindle.modules.unwrapping import class_name, unwrapped
 from rekindle.planner.compiled_modules import (
     refuse_compiled_backward,
     refuse_cuda_graphs,
@@ -16,10 +20,14 @@ from rekindle.planner.compiled_modules import (
 )
 from rekindle.planner.devices import Device
 from rekindle.planner.loss import Loss
+from rekindle.planner.ranks.rank_sync import is_first_rank
 from rekindle.planner.trace.fake_tensors import is_without_memory
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import Profile
+from rekindle.sizes import format_count
 from rekindle.torch_private.autograd_graph import has_accumulation_hooks
+
+_log = logging.getLogger("rekindle")
 
 
 def check_model(model: Any) -> None:
@@ -41,6 +49,34 @@ def check_compiled(model: nn.Module, blocks: Named | None, on_meta: bool) -> Non
     found = unwrapped_blocks(model) if blocks is None else named_blocks(model, blocks)
     refuse = refuse_without_device if on_meta else refuse_cuda_graphs
     refuse(model, found)
+
+
+def check_batch(model: nn.Module, batch: Any) -> None:
+    """Refuse what is no batch, or one that the model cannot be called with."""
+    if isinstance(batch, DataLoader | Dataset | Iterator | Generator):
+        kind = type(batch).__name__
+        one = {"DataLoader": "next(iter(loader))"}.get(kind, "one batch of it")
+        raise TypeError(
+            f"A batch is what the model is called with, but got a {kind}: give {one}, moved to "
+            "the model's device"
+        )
+    step = TrainingStep(model, batch)
+    inner = unwrapped(model)
+    if step.function is not None or inner._forward_pre_hooks:
+        return
+    try:
+        signature = inspect.signature(inner.forward)
+    except (TypeError, ValueError):  # compiled or scripted
+        return
+    try:
+        signature.bind(*step.call.args, **step.call.kwargs)
+    except TypeError as error:
+        given = ", ".join(step.call.kwargs) or format_count(len(step.call.args), "item")
+        raise TypeError(
+            f"A batch is what the model is called with, and {class_name(model)}.forward takes "
+            f"{signature}, but the batch has {given}: {error}. Give the inputs alone; labels that "
+            "the model does not take go to the loss: loss=lambda out: criterion(out, labels)"
+        ) from None
 
 
 def check_source_of_times(like: Any, spill: bool, on_meta: bool) -> None:
@@ -68,7 +104,11 @@ def refuse_without_memory(model: nn.Module) -> None:
 def check_options(optimizer: Any, spill: Any, exact: Any = True) -> None:
     """Refuse an optimizer, `spill=` or `exact=` of another type."""
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer should be one, but got {type(optimizer).__name__}")
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise TypeError(
+            "optimizer should be an optimizer, as torch.optim.AdamW(model.parameters()), but got "
+            f"{'the class ' if kind is optimizer else ''}{kind.__name__}"
+        )
     if not isinstance(spill, bool):
         raise TypeError(f"spill should be True or False, but got {type(spill).__name__}")
     if not isinstance(exact, bool):
@@ -108,6 +148,16 @@ def check_given_profile(profile: Any, model: nn.Module, batch: Any, loss: Loss |
         raise ValueError(
             f"The profile was measured {had} loss=, and fit is called the other way: give the same "
             "loss to both"
+        )
+
+
+def say_if_in_eval_mode(model: nn.Module) -> None:
+    """Log a warning if a model that is fitted is in eval mode, which is seldom meant."""
+    if isinstance(model, nn.Module) and not model.training and is_first_rank():
+        _log.warning(
+            "%s is in eval mode, and is planned so: without dropout, and with the running "
+            "statistics of batch norm. To plan for training, call model.train() before fit",
+            class_name(model),
         )
 
 

@@ -9,7 +9,7 @@ import rekindle
 from rekindle.cli.failures import UsageError
 from rekindle.cli.sources import optimizer_named
 from rekindle.cli.steps import Sizes, Source, Step, with_optimizer
-from rekindle.planner.plan_for_budget import checked_budget
+from rekindle.planner.plan_for_budget import refuse_unlikely_budget
 
 Answer: TypeAlias = rekindle.Explanation | rekindle.Plan | rekindle.Frontier | rekindle.Largest
 
@@ -148,7 +148,7 @@ def _budget(text: str | None) -> int | str | None:
         return None
     given = int(text) if text.isdigit() else text
     try:
-        checked_budget(given)
+        refuse_unlikely_budget(given)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from None
     return given

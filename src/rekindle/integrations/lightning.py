@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rekindle
-from rekindle.integrations import Strategies, library, models
+from rekindle.integrations import Strategies, library, models, strategies_or_budget
 from rekindle.module_attachment import annotate_oom
 from rekindle.planner.input_shapes import Shapes, count_elements, format_shapes, input_shapes
 from rekindle.sizes import format_bytes
@@ -28,13 +28,13 @@ class Callback(_Callback):  # type: ignore[misc]
     >>> callbacks = [Callback(budget="24GiB")]  # or: whatever fits, at the least cost
 
     Args:
-        what: as for `rekindle.apply`.
+        what: as for `rekindle.apply`; without it and without a budget, `"recompute"`.
         budget: as for `rekindle.fit`, instead of `what`. The first batch is planned for, with
             `training_step` as the step; a larger one later on is planned for again.
     """
 
-    def __init__(self, what: Strategies = "recompute", *, budget: int | str | None = None) -> None:
-        self.what = what
+    def __init__(self, what: Strategies | None = None, *, budget: int | str | None = None) -> None:
+        self.what = strategies_or_budget(what, budget)
         self.budget = budget
         self.plan: rekindle.Plan | None = None
         """The last plan that was chosen for the budget."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rekindle
-from rekindle.integrations import Strategies, library
+from rekindle.integrations import Strategies, library, strategies_or_budget
 from rekindle.modules.caches import forbid_cache
 from rekindle.planner.placement import compute_device
 
@@ -61,7 +61,7 @@ class Callback(_TrainerCallback):  # type: ignore[misc]
     >>> callbacks = [Callback(budget="24GiB")]  # or: whatever fits, at the least cost
 
     Args:
-        what: as for `apply`.
+        what: as for `apply`; without it and without a budget, `"recompute"`.
         budget: as for `rekindle.fit`, instead of `what`; the first batch stands for all.
         loss: with `budget`, as for `rekindle.fit`: for a model that returns no loss, as where the
             `Trainer` has a `compute_loss_func` or smooths labels.
@@ -69,14 +69,14 @@ class Callback(_TrainerCallback):  # type: ignore[misc]
 
     def __init__(
         self,
-        what: Strategies = "recompute",
+        what: Strategies | None = None,
         *,
         budget: int | str | None = None,
         loss: Callable[..., Any] | None = None,
     ) -> None:
         if loss is not None and budget is None:
             raise ValueError("loss= goes with budget=: without a budget, no step is measured")
-        self.what = what
+        self.what = strategies_or_budget(what, budget)
         self.budget = budget
         self.loss = loss
         self.plan: rekindle.Plan | None = None

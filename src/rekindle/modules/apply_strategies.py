@@ -212,5 +212,6 @@ def _refuse_what_is_checkpointed(model: nn.Module, wanted: _Wanted) -> None:
                 raise ValueError(
                     f"{path or type(model).__name__} is checkpointed by the model itself "
                     f"({type(module).__name__}.gradient_checkpointing): call "
-                    "gradient_checkpointing_disable() first"
+                    "gradient_checkpointing_disable() first, or give a Trainer "
+                    "TrainingArguments(gradient_checkpointing=False)"
                 )

@@ -1,5 +1,6 @@
 """The ways in which users write a strategy, read into `rekindle.strategy` values."""
 
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from rekindle.offload.context import Offload as OffloadContext
@@ -39,7 +40,9 @@ def strategy_of(spelling: Any) -> Strategy:
     """
     if isinstance(spelling, str):
         if spelling not in _WORDS:
-            raise ValueError(f"A strategy is one of {list(_WORDS)}, but got {spelling!r}")
+            near = get_close_matches(spelling, _WORDS, n=1)
+            meant = f": {near[0]!r}, perhaps?" if near else ""
+            raise ValueError(f"A strategy is one of {list(_WORDS)}, but got {spelling!r}{meant}")
         spelling = _WORDS[spelling]
     if isinstance(spelling, Strategy):
         if isinstance(spelling, Offload):

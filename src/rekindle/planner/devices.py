@@ -9,6 +9,7 @@ attention; ops without a formula are bounded by memory. No device reaches what i
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -126,8 +127,28 @@ def device_named(name: str) -> Device:
     """Return a device of the table by its name, in any spelling."""
     found = [device for known, device in DEVICES.items() if _plain(known) == _plain(name)]
     if not found:
-        raise ValueError(f"There is no device {name!r} in the table; there are {known_devices()}")
+        near = " or ".join(map(repr, _similar(name)))
+        meant = f": {near}, perhaps?" if near else "."
+        raise ValueError(
+            f"There is no device {name!r} in the table{meant} There are {known_devices()}; "
+            "rekindle.Device describes another"
+        )
     return found[0]
+
+
+def _similar(name: str) -> list[str]:
+    """The names in the table that have a name in them or are in it, else those spelled alike.
+
+    >>> _similar("A100"), _similar("NVIDIA H100 80GB HBM3"), _similar("RTX 4091")
+    (['A100-80GB', 'A100-40GB'], ['H100'], ['RTX 4090'])
+    """
+    wanted = _plain(name)
+    called = device_called(name)
+    if called is not None:
+        return [called.name]
+    inside = [known for known in DEVICES if wanted and wanted in _plain(known)]
+    plain = {_plain(known): known for known in DEVICES}
+    return inside or [plain[each] for each in get_close_matches(wanted, plain, n=1, cutoff=0.7)]
 
 
 def device_of(device: torch.device) -> Device | None:

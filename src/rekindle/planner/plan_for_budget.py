@@ -10,7 +10,7 @@ from rekindle.planner.ranks.rank_sync import all_gather, on_first_rank
 from rekindle.planner.rest import Heads
 from rekindle.planner.timeline import OUTSIDE_BLOCKS, simulate
 from rekindle.planner.types import Candidate, Prediction, Profile, Solution
-from rekindle.sizes import format_bytes, parse_bytes
+from rekindle.sizes import format_bytes, parse_bytes, rounded_up
 from rekindle.strategy import Keep, Recompute
 
 
@@ -62,26 +62,26 @@ def least_recompute_peak(profile: Profile) -> int | None:
 
 def _format_least(profile: Profile, limit: int, least: Prediction) -> str:
     """The text of an error: the least that works, what it consists of, and what would help."""
-    peak = min(least.peak, least_recompute_peak(profile) or least.peak)
+    peak = rounded_up(min(least.peak, least_recompute_peak(profile) or least.peak))
     static = profile.static_bytes
     text = (
-        f"No plan fits into {format_bytes(limit)}. The least that works is {-(-peak // 1024)} KiB, "
-        f"of which {format_bytes(static)} are parameters, gradients, optimizer state and the "
-        f"batch; the peak is in {least.at}."
+        f"No plan fits into {format_bytes(limit, of=peak)}. The least that works is "
+        f"{format_bytes(peak)}, of which {format_bytes(static, of=peak)} are parameters, "
+        f"gradients, optimizer state and the batch; the peak is in {least.at}."
     )
     if static >= limit:
         return (
             f"{text} No activation would fit: shard the model, offload the optimizer's state, "
-            "train fewer parameters, or use a smaller dtype."
+            "train fewer parameters, or use a smaller dtype. rekindle.explain says what holds it."
         )
     share = int(100 * (limit - static) / (peak - static))
     batch = f"A batch of about {share} % of this one" if share else "A far smaller batch"
     help_ = [f"{batch} would fit"]
     if least.at == OUTSIDE_BLOCKS:
-        help_.append("a head and loss that run on some tokens at a time take less there")
+        help_.append("rekindle.linear_cross_entropy takes less for a head and its loss")
     elif not profile.bytes_per_second:
         help_.append("spill=True moves activations to disk")
-    return f"{text} {'; '.join(help_)}."
+    return f"{text} {'; '.join(help_)}. rekindle.explain says what holds it."
 
 
 def plan_chosen(profile: Profile, limit: int, choose: Callable[[], Solution]) -> Plan:
@@ -170,8 +170,26 @@ def budget_bytes(profile: Profile, budget: int | str) -> int:
     return min(all_gather(share))
 
 
+def refuse_unlikely_budget(budget: Any) -> None:
+    """Refuse a budget that means something else than it says, before anything runs.
+
+    >>> refuse_unlikely_budget(8)
+    Traceback (most recent call last):
+    ValueError: budget=8 is 8 bytes: "8GiB", perhaps?
+    """
+    nbytes = checked_budget(budget)
+    has_unit = isinstance(budget, str) and not budget.strip().isdecimal()
+    if not has_unit and isinstance(nbytes, int) and nbytes < _LEAST:
+        raise ValueError(f'budget={budget!r} is {nbytes} bytes: "{nbytes}GiB", perhaps?')
+
+
+_LEAST = 1024
+"""Bytes below which no step can be: a number below it was meant with a unit."""
+
+
 def checked_budget(budget: Any) -> int | float:
     """A budget as bytes, or as a share."""
+    _refuse_bare_share(budget)
     if isinstance(budget, str) and budget.strip().endswith("%"):
         try:
             share = float(budget.strip()[:-1]) / 100
@@ -186,3 +204,17 @@ def checked_budget(budget: Any) -> int | float:
     if nbytes <= 0:
         raise ValueError(f"A budget is a number of bytes above 0, but got {budget!r}")
     return nbytes
+
+
+def _refuse_bare_share(budget: Any) -> None:
+    """Refuse 0.5 and "0.5", which may be a share or bytes."""
+    try:
+        share = float(budget) if isinstance(budget, float | str) else 0.0
+    except ValueError:
+        return
+    if 0 < share < 1:
+        kind = TypeError if isinstance(budget, float) else ValueError
+        raise kind(
+            f'budget={budget!r} may be a share or bytes: "{100 * share:g}%" is a share of the '
+            f'activations, "{share:g}GiB" is bytes'
+        )
