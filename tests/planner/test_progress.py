@@ -129,9 +129,9 @@ def test_elsewhere_lines_are_logged_at_most_every_two_seconds(lines: list[str]) 
     out, clock = io.StringIO(), Clock()
     run_a_while(Progress(stream=out, clock=clock), clock)
     assert lines == [
-        "block 1 of 2: candidate 3 of 3",
-        "block 2 of 2: candidate 2 of 3",
-        "verify",
+        "planning goes on: block 1 of 2: candidate 3 of 3",
+        "planning goes on: block 2 of 2: candidate 2 of 3",
+        "planning goes on: verify",
     ]
     assert out.getvalue() == ""
 
@@ -165,7 +165,7 @@ def test_the_inner_of_two_is_shown_by_the_outer(lines: list[str]) -> None:
             report_progress("inside")
         clock.now = 6
         report_progress("outside")
-    assert lines == ["inside", "outside"]
+    assert lines == ["planning goes on: inside", "planning goes on: outside"]
 
 
 @pytest.fixture

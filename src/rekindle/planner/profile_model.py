@@ -57,6 +57,7 @@ from rekindle.planner.trace.block_spans import time_with_spans
 from rekindle.planner.trace.block_trace import trace_block
 from rekindle.planner.trace.find_blocks import find_blocks
 from rekindle.planner.trace.head_ways import trace_steps
+from rekindle.planner.trace.own_checkpoints import own_checkpoints_said
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import (
     BlockKey,
@@ -142,9 +143,11 @@ def profile_model(
         compiled = frozenset(compiled_paths(model, found))
         if measured_on.device.type == "cpu":
             warn_of_uncounted_memory(model, found)
-        traced = trace_steps(
-            *(step, found, measured_on.device, measured_on.clock, exact), compiles=bool(compiled)
-        )
+        with own_checkpoints_said(model):
+            traced = trace_steps(
+                *(step, found, measured_on.device, measured_on.clock, exact),
+                compiles=bool(compiled),
+            )
         is_run = any(all_gather(bool(traced.first.order)))
         if not is_run and blocks is None and "" not in found:
             _log.info("%s calls none of its layers itself: it is one block", class_name(model))

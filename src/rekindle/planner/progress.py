@@ -70,7 +70,7 @@ class Progress:
             return
         if not self._has_bar():
             self._due = self._clock() + _PATIENCE
-            _log.info("%s", words)
+            _log.info("planning goes on: %s", words)
             return
         if self._bar is None:
             self._bar, self._task = _bar(self._stream, words)

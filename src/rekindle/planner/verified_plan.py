@@ -286,15 +286,21 @@ def _measured_plan(
             aim = min(aim, plan.predicted_peak)
             aim -= max((aim - profile.static_bytes) // 10, 1)
             peak = limit + 1
-            _log.info("the step runs out of memory: planning again for %s", format_bytes(aim))
+            _log.info(
+                "a step under the plan runs out of memory: planning again, for %s in place of %s",
+                *(format_bytes(aim), format_bytes(limit)),
+            )
             continue
         peak, seconds = _worst_of_ranks(measured)
         if peak <= limit:
             return plan.measured(peak, seconds), measured.gradients
         if seconds > give_up_after:
             break
-        _log.info("the step peaks at %s: planning again", format_bytes(peak))
         aim -= peak - limit + max(limit // 200, 1)
+        _log.info(
+            "a step under the plan peaks at %s, above the budget of %s: planning again, for %s",
+            *(format_bytes(peak), format_bytes(limit), format_bytes(aim)),
+        )
     found = f"measured at {format_bytes(peak)}" if peak > limit + 1 else "out of memory"
     raise raised_on_all_ranks(
         BudgetError(
