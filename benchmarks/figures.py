@@ -68,6 +68,22 @@ def host(results: dict[str, Any]) -> str:
     return table(["CPU ms a step", "plain", "gc", "recompute all", "times gc"], rows)
 
 
+def no_gpu(results: dict[str, Any]) -> str:
+    """Seconds and host memory of the command, without a GPU."""
+    rows = [
+        [
+            f"`rekindle {r['command']}`, {r['shape']}",
+            *(f"{r[key]:.{digits}f}" for key, digits in _OF_COMMAND.items()),
+        ]
+        for r in results["results"]
+    ]
+    heads = ["as on an H100", "seconds", "of CPU time", "host memory, GiB", "peak of the step, GiB"]
+    return table(heads, rows)
+
+
+_OF_COMMAND = {"seconds": 0, "cpu_seconds": 0, "host_gib": 1, "peak_gib": 0}
+
+
 def recompute(results: dict[str, Any], only: Sequence[str] | None = None) -> str:
     """Time and activation peak of a whole decoder, times plain eager's."""
     shapes = list(dict.fromkeys(r["shape"] for r in results["results"]))
@@ -281,6 +297,7 @@ def pages() -> dict[Path, list[str]]:
     planned = json.loads((RESULTS / "budget-h200.json").read_text())
     taken = json.loads((RESULTS / "footprint-h200.json").read_text())
     in_graphs = json.loads((RESULTS / "compiled-h200.json").read_text())
+    without_gpu = json.loads((RESULTS / "no-gpu-cpu.json").read_text())
     fourth = "scripts/bench budget --shape all"
     fifth = "scripts/bench planning"
     counted = [
@@ -304,6 +321,9 @@ def pages() -> dict[Path, list[str]]:
                 source(moved, third),
                 offload(moved, ["plain", "save_on_cpu", "auto", "share 0.5", "share 1.0"]),
             )
+        ],
+        ROOT / "docs" / "command.md": [
+            _joined(source(without_gpu, "scripts/bench no_gpu"), no_gpu(without_gpu))
         ],
         ROOT / "docs" / "overhead.md": [
             _joined(

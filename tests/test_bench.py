@@ -71,15 +71,15 @@ def test_planning_is_measured_by_the_number_of_layers() -> None:
     assert min(found.step_seconds, found.profile_seconds, found.solve_seconds) > 0
 
 
-def test_explanations_are_measured_without_memory() -> None:
+def test_the_command_is_measured_as_a_process() -> None:
     pytest.importorskip("scipy")
     pytest.importorskip("transformers")
-    from benchmarks.explain import measure  # noqa: PLC0415
     from benchmarks.llama import TINY_LLAMA  # noqa: PLC0415
+    from benchmarks.no_gpu import measure  # noqa: PLC0415
 
-    found = measure(TINY_LLAMA)
-    assert found.shape == "tiny llama"
-    assert min(found.seconds, found.host_gib, found.peak_gib, found.json_kib) > 0
+    found = measure(TINY_LLAMA, "plan")
+    assert (found.shape, found.command) == ("tiny llama", "plan")
+    assert min(found.seconds, found.cpu_seconds, found.host_gib) > 0
 
 
 class _Count(TorchDispatchMode):
