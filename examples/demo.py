@@ -4,7 +4,8 @@ Both runs start from the same seed and learn the same text with the same dropout
 turns. The runs differ only in how a block is called: `block(x)` or `rekindle.checkpoint(block, x)`.
 Every gradient of every step is compared bit for bit; a difference is reported, with exit code 1.
 
-Then `rekindle.fit` makes the model fit three budgets.
+Then `rekindle.fit` makes the model fit three budgets, and a page shows all plans between none and
+the smallest, and where the memory goes: `demo.html`, or what `--page` names.
 
 Activation memory is measured in a separate step, because measuring takes time. `LiveBytes` sees
 every op that runs, forward and backward, and adds up the storages that ops made and that are alive:
@@ -16,10 +17,12 @@ Two things are not counted: workspace inside one op, and the state of the random
 (5 KB a region), which torch copies without an op.
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -183,8 +186,11 @@ def measure_memory(run_block: RunBlock) -> Memory:
     return Memory(held, live.peak())
 
 
-def fit_budgets() -> tuple[str, bool]:
-    """Fit the model to three budgets; return a table, and whether all gradients agree."""
+def fit_budgets(page: Path) -> tuple[str, bool]:
+    """Fit the model to three budgets; return a table, and whether all gradients agree.
+
+    Writes the page.
+    """
     batch = draw_batch()
     expected = gradients_of(new_model(plain), batch)
     profile = rekindle.profile(new_model(plain), batch)
@@ -206,6 +212,7 @@ def fit_budgets() -> tuple[str, bool]:
     for point in points:
         times = point.seconds / points[0].seconds
         lines.append(f"{point.peak / 2**20:>8.1f} MiB{times:>8.2f}x the time")
+    points.report(page, explanation=rekindle.explain(new_model(plain), batch))
     return "\n".join(lines), agree
 
 
@@ -245,6 +252,9 @@ def format_table(
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Trains a small GPT with and without rekindle.")
+    parser.add_argument("--page", type=Path, default="demo.html", help="(%(default)s)")
+    page: Path = parser.parse_args().page
     torch.set_num_threads(1)  # more threads gain nothing on such small tensors, and times vary
     count = sum(parameter.numel() for parameter in GPT(plain).parameters())
     print(f"A GPT of {LAYERS} layers and {count:,} parameters, dropout {DROPOUT}, {STEPS} steps\n")
@@ -264,7 +274,7 @@ def main() -> int:
     with rekindle.observe() as seen:
         new_model(checkpointed)(*draw_batch()).backward()
     print(f"\nOne step as rekindle.observe() sees it:\n{seen}\n")
-    table, agree = fit_budgets()
+    table, agree = fit_budgets(page)
     print(f"rekindle.fit(model, batch, budget):\n{table}\n")
     if not agree:
         differences.append("a plan")
@@ -273,6 +283,7 @@ def main() -> int:
         return 1
     compared = len(steps[0][0].gradients)
     print(f"gradients identical: yes ({compared} in each of {STEPS} steps, bit for bit)")
+    print(f"\nthe page, with a slider over budgets: {page.resolve().as_uri()}")
     return 0
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from examples import demo
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -25,6 +27,19 @@ def run(*command: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_the_demo_ends_with_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("scipy")
+    page = tmp_path / "demo.html"
+    for name, value in {"STEPS": 1, "LAYERS": 2, "BATCH": 2, "BUDGETS": ("50%",)}.items():
+        monkeypatch.setattr(demo, name, value)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--page", str(page)])
+    assert demo.main() == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(page.as_uri())
+    assert "Pin to compare" in page.read_text()
 
 
 def test_the_trainer_of_transformers() -> None:
