@@ -150,6 +150,7 @@ def test_no_plan_that_fits_is_an_exit_code_of_its_own() -> None:
         ((*LIKE, "--architecture", "LlamaModel"), "--architecture is for models that a config"),
         ((*LIKE, "--device", "cpu"), "--like goes with --device meta"),
         (("--device", "cpu"), "--budget says how much memory"),
+        (("--device", "toaster", "--budget", "1GiB"), "--device toaster: this machine has none"),
     ],
 )
 def test_wrong_options_are_refused_before_the_step_is_made(

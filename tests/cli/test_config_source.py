@@ -79,7 +79,8 @@ def llama(folder: Path, **more: Any) -> Path:
 def test_the_class_and_the_batch_follow_from_the_configuration(tmp_path: Path, case: str) -> None:
     config, options, kind, shapes = CASES[case]
     source = ConfigSource(str(write(tmp_path, config, options)), None)
-    made = source.step(Sizes(batch=2, seq=8, dtype=torch.float32), "cpu")
+    length = 8 if {"input_ids", "input_features"} & set(shapes) else None
+    made = source.step(Sizes(batch=2, seq=length, dtype=torch.float32), "cpu")
     assert type(made.model).__name__ == kind
     assert made.model.training
     assert {name: tuple(tensor.shape) for name, tensor in made.batch.items()} == shapes
@@ -168,3 +169,10 @@ def test_an_input_whose_shape_is_not_known_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, "Pix2StructConfig", {})
     with pytest.raises(UsageError, match="takes flattened_patches, whose shape does not follow"):
         ConfigSource(str(path), "Pix2StructForConditionalGeneration").step(Sizes(), "meta")
+
+
+def test_images_have_no_length(tmp_path: Path) -> None:
+    config, options, _, _ = CASES["image"]
+    source = ConfigSource(str(write(tmp_path, config, options)), None)
+    with pytest.raises(UsageError, match="takes pixel_values, which have no length"):
+        source.step(Sizes(seq=8), "meta")

@@ -41,6 +41,7 @@ class Asked:
         if not self.is_meta:
             if self.like is not None:
                 raise UsageError("--like goes with --device meta: elsewhere, times are measured")
+            _refuse_absent(self.device)
             return None
         if self.like is None:
             raise UsageError(
@@ -70,6 +71,17 @@ class Asked:
         if self.blocks:
             options["blocks"] = self.blocks
         return options | ({"device": "meta", "like": like} if self.is_meta else {})
+
+
+def _refuse_absent(device: str) -> None:
+    """Refuse a device that is none, or that this machine does not have."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise UsageError(
+            f"--device {device}: this machine has none ({str(error).splitlines()[0]}); "
+            '--like "RTX 4090" plans for a device that is not there'
+        ) from None
 
 
 def explained(asked: Asked) -> tuple[Step, rekindle.Explanation]:

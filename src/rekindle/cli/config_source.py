@@ -195,7 +195,14 @@ def _inputs(model: Any, config: Any, sizes: Sizes) -> dict[str, _Input]:
             f"{type(model).__name__} takes {name}, whose shape does not follow from the "
             "configuration: write a function that returns model, batch"
         )
+    if sizes.seq is not None and name != "input_values" and not _decodes(model):
+        raise UsageError(f"{type(model).__name__} takes {name}, which have no length: no --seq")
     return {name: _Input(shape, model.dtype)}
+
+
+def _decodes(model: Any) -> bool:
+    """Return whether a model has a decoder beside what reads its main input."""
+    return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
 def _length(config: Any, sizes: Sizes) -> int:
@@ -224,7 +231,7 @@ def _labels(model: Any, inputs: dict[str, _Input], sizes: Sizes) -> dict[str, _I
     """
     takes = inspect.signature(model.forward).parameters
     given = {name: each.made("meta") for name, each in inputs.items()}
-    if "decoder_input_ids" in takes:  # where there are labels, the model makes it from them
+    if _decodes(model):  # where there are labels, the model makes it from them
         shape = (sizes.batch or 1, _length(model.config, sizes))
         given["decoder_input_ids"] = _Input(shape).made("meta")
     with with_fake_tensors(model, given, as_on="cuda") as fakes, torch.no_grad():
