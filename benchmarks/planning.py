@@ -1,14 +1,17 @@
-"""Seconds that planning takes, by the number of layers: `scripts/bench planning [--shape all]`.
+"""Time that planning takes: `scripts/bench planning [--shape all | --zoo]`.
 
 Measured are the seconds to profile a decoder of 8, 32 and 128 layers, and to solve for a budget of
 half of its activations; a second budget costs only the latter. The time of a step stands beside
 them, because profiling runs a few steps with every layer recomputed: that part grows with the
 layers. The rest, measuring each distinct layer alone, does not.
+
+With `--zoo`, tiny models of the zoo are planned on a CPU as beside a GPU, and each stage's ops and
+CPU time are shown as multiples of a plain step's: `planning_stages.py` says what that can show.
 """
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -18,6 +21,8 @@ import torch
 import rekindle
 from benchmarks.decoder import SHAPES, Shape
 from benchmarks.measure import environment, format_table, save_json
+from benchmarks.planning_stages import MODELS, format_stages
+from benchmarks.planning_stages import measure as measure_stages
 from benchmarks.workload import Workload, plain
 
 LAYERS = (8, 32, 128)
@@ -81,12 +86,26 @@ def format_results(results: list[Planning]) -> str:
     return format_table(["shape", "layers", "a step, s", "profile, s", "solve, s"], rows)
 
 
+def plan_zoo(models: Sequence[str], budgets: Sequence[str], path: Path | None) -> None:
+    """Show what the stages of planning run, model by model."""
+    torch.set_num_threads(1)
+    stages = [measure_stages(name, budget) for name in models for budget in budgets]
+    print(format_stages(stages))
+    if path:
+        save_json(path, "planning stages", [asdict(each) for each in stages])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="How long planning takes.")
     parser.add_argument("--shape", choices=[*SHAPES, "all"], default="tiny", help="(%(default)s)")
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="(%(default)s)")
+    parser.add_argument("--zoo", nargs="*", metavar="MODEL", help="plan these models of the zoo")
+    parser.add_argument("--budget", nargs="+", default=["60%"], help="of --zoo (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results here")
     options = parser.parse_args()
+    if options.zoo is not None:
+        plan_zoo(options.zoo or MODELS, options.budget, options.json)
+        return
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names = ["8b", "1b", "tiny"] if options.shape == "all" else [options.shape]

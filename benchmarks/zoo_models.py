@@ -8,7 +8,7 @@ family says that all is bf16.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy, interpolate, mse_loss, silu
 
 Batch = dict[str, Any]
-Build = Callable[[bool], tuple[nn.Module, Batch]]
-"""Builds a model and its batch: of the GPU's size if True, else the tiny ones."""
+Build = Callable[..., tuple[nn.Module, Batch]]
+"""Builds a model and its batch: of the GPU's size if given True, else the tiny ones.
+
+By keyword it takes fields of the configuration that are to be others."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,18 @@ class Family:
     """True if weights are bf16 and there is no autocast."""
     needs: tuple[str, ...] = ("transformers",)
     """Packages that it is built with."""
+    depth: Batch = field(default_factory=dict)
+    """Fields of the configuration that give the tiny model as many layers as the GPU's has; empty
+    if there are none."""
 
-    def case(self, device: str, *, is_large: bool) -> "Case":
-        """Build the model in training mode and its batch on a device, from a fixed seed."""
+    def case(self, device: str, *, is_large: bool, is_deep: bool = False) -> "Case":
+        """Build the model in training mode and its batch on a device, from a fixed seed.
+
+        A deep one is tiny, with as many layers as the large one.
+        """
         torch.manual_seed(0)
         with torch.device(device):
-            model, batch = self.build(is_large)
+            model, batch = self.build(is_large, **(self.depth if is_deep else {}))
         is_bf16 = self.is_bf16 and is_large
         if is_bf16:
             model = model.to(torch.bfloat16)
@@ -84,7 +92,7 @@ def _images(count: int, side: int, classes: int) -> Batch:
 _TINY_WORDS = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
-def _bert(large: bool) -> tuple[nn.Module, Batch]:
+def _bert(large: bool, **depth: Any) -> tuple[nn.Module, Batch]:
     sizes = (
         {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
         | {"intermediate_size": 4096}
@@ -92,35 +100,35 @@ def _bert(large: bool) -> tuple[nn.Module, Batch]:
         else {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
         | {"intermediate_size": 64, "max_position_embeddings": 32, **_TINY_WORDS}
     )
-    config = _transformers().BertConfig(**sizes)
+    config = _transformers().BertConfig(**(sizes | depth))
     batch = _tokens(config.vocab_size, *((64, 512) if large else (4, 32)))
     return _transformers().BertForMaskedLM(config), batch
 
 
-def _gpt2(large: bool) -> tuple[nn.Module, Batch]:
+def _gpt2(large: bool, **depth: Any) -> tuple[nn.Module, Batch]:
     sizes = (
         {"n_embd": 1024, "n_layer": 24, "n_head": 16}
         if large
         else {"n_embd": 32, "n_layer": 4, "n_head": 2, "n_positions": 32, **_TINY_WORDS}
     )
-    config = _transformers().GPT2Config(use_cache=False, **sizes)
+    config = _transformers().GPT2Config(use_cache=False, **(sizes | depth))
     batch = _tokens(config.vocab_size, *((16, 1024) if large else (4, 32)))
     return _transformers().GPT2LMHeadModel(config), batch
 
 
-def _t5(large: bool) -> tuple[nn.Module, Batch]:
+def _t5(large: bool, **depth: Any) -> tuple[nn.Module, Batch]:
     sizes = (
         {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16, "d_kv": 64}
         | {"vocab_size": 32128}
         if large
         else {"d_model": 32, "d_ff": 64, "num_layers": 3, "num_heads": 2, "d_kv": 16, **_TINY_WORDS}
     )
-    config = _transformers().T5Config(use_cache=False, decoder_start_token_id=0, **sizes)
+    config = _transformers().T5Config(use_cache=False, decoder_start_token_id=0, **(sizes | depth))
     batch = _tokens(config.vocab_size, *((16, 512) if large else (4, 32)))
     return _transformers().T5ForConditionalGeneration(config), batch
 
 
-def _vit(large: bool) -> tuple[nn.Module, Batch]:
+def _vit(large: bool, **depth: Any) -> tuple[nn.Module, Batch]:
     sizes = (
         {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
         | {"intermediate_size": 4096, "num_labels": 1000}
@@ -128,34 +136,34 @@ def _vit(large: bool) -> tuple[nn.Module, Batch]:
         else {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
         | {"intermediate_size": 64, "num_labels": 10, "image_size": 32, "patch_size": 8}
     )
-    model = _transformers().ViTForImageClassification(_transformers().ViTConfig(**sizes))
+    model = _transformers().ViTForImageClassification(_transformers().ViTConfig(**(sizes | depth)))
     return model, _images(128, 224, 1000) if large else _images(4, 32, 10)
 
 
-def _convnext(large: bool) -> tuple[nn.Module, Batch]:
+def _convnext(large: bool, **depth: Any) -> tuple[nn.Module, Batch]:
     sizes = (
         {"depths": [3, 3, 27, 3], "hidden_sizes": [128, 256, 512, 1024], "num_labels": 1000}
         if large
         else {"depths": [1, 1, 3, 1], "hidden_sizes": [8, 16, 32, 64], "num_labels": 10}
     )
-    config = _transformers().ConvNextConfig(drop_path_rate=0.1, **sizes)
+    config = _transformers().ConvNextConfig(drop_path_rate=0.1, **(sizes | depth))
     model = _transformers().ConvNextForImageClassification(config)
     return model, _images(128, 224, 1000) if large else _images(4, 64, 10)
 
 
-def _resnet(large: bool) -> tuple[nn.Module, Batch]:
+def _resnet(large: bool, **depth: Any) -> tuple[nn.Module, Batch]:
     sizes: Any = (
         {"num_labels": 1000}
         if large
         else {"depths": [1, 2, 3], "hidden_sizes": [16, 32, 64], "num_labels": 10}
         | {"embedding_size": 8}
     )
-    config = _transformers().ResNetConfig(**sizes)
+    config = _transformers().ResNetConfig(**(sizes | depth))
     model = _transformers().ResNetForImageClassification(config)
     return model, _images(256, 224, 1000) if large else _images(4, 64, 10)
 
 
-def _swin(large: bool) -> tuple[nn.Module, Batch]:
+def _swin(large: bool, **depth: Any) -> tuple[nn.Module, Batch]:
     sizes = (
         {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]}
         | {"num_labels": 1000}
@@ -163,11 +171,13 @@ def _swin(large: bool) -> tuple[nn.Module, Batch]:
         else {"embed_dim": 16, "depths": [2, 4], "num_heads": [2, 4], "num_labels": 10}
         | {"image_size": 32, "patch_size": 2, "window_size": 4}
     )
-    model = _transformers().SwinForImageClassification(_transformers().SwinConfig(**sizes))
+    model = _transformers().SwinForImageClassification(
+        _transformers().SwinConfig(**(sizes | depth))
+    )
     return model, _images(64, 224, 1000) if large else _images(4, 32, 10)
 
 
-def _mixtral(large: bool) -> tuple[nn.Module, Batch]:
+def _mixtral(large: bool, **depth: Any) -> tuple[nn.Module, Batch]:
     sizes = (
         {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 12}
         | {"num_attention_heads": 16, "num_key_value_heads": 8, "num_local_experts": 8}
@@ -176,12 +186,12 @@ def _mixtral(large: bool) -> tuple[nn.Module, Batch]:
         | {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
         | _TINY_WORDS
     )
-    config = _transformers().MixtralConfig(use_cache=False, **sizes)
+    config = _transformers().MixtralConfig(use_cache=False, **(sizes | depth))
     batch = _tokens(config.vocab_size, *((4, 2048) if large else (4, 32)))
     return _transformers().MixtralForCausalLM(config), batch
 
 
-def _lora(large: bool) -> tuple[nn.Module, Batch]:
+def _lora(large: bool, **depth: Any) -> tuple[nn.Module, Batch]:
     import peft  # noqa: PLC0415
 
     sizes = (
@@ -191,7 +201,9 @@ def _lora(large: bool) -> tuple[nn.Module, Batch]:
         else {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
         | {"num_attention_heads": 2, "num_key_value_heads": 1, **_TINY_WORDS}
     )
-    config = _transformers().LlamaConfig(use_cache=False, tie_word_embeddings=True, **sizes)
+    config = _transformers().LlamaConfig(
+        use_cache=False, tie_word_embeddings=True, **(sizes | depth)
+    )
     model = _transformers().LlamaForCausalLM(config)
     projections = ("q", "k", "v", "o", "gate", "up", "down")
     adapters = peft.LoraConfig(
@@ -205,7 +217,7 @@ def _lora(large: bool) -> tuple[nn.Module, Batch]:
     return peft.get_peft_model(model, adapters), batch
 
 
-def _qwen2(large: bool) -> tuple[nn.Module, Batch]:
+def _qwen2(large: bool, **depth: Any) -> tuple[nn.Module, Batch]:
     sizes = (
         {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
         | {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936}
@@ -213,7 +225,9 @@ def _qwen2(large: bool) -> tuple[nn.Module, Batch]:
         else {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
         | {"num_attention_heads": 2, "num_key_value_heads": 1, **_TINY_WORDS, "vocab_size": 512}
     )
-    config = _transformers().Qwen2Config(use_cache=False, tie_word_embeddings=True, **sizes)
+    config = _transformers().Qwen2Config(
+        use_cache=False, tie_word_embeddings=True, **(sizes | depth)
+    )
     batch = _tokens(config.vocab_size, *((8, 2048) if large else (4, 32)))
     return _transformers().Qwen2ForCausalLM(config), batch
 
@@ -359,18 +373,33 @@ def _translator(large: bool) -> tuple[nn.Module, Batch]:
 
 
 FAMILIES = {
-    "bert": Family("BERT-large, 64 x 512", _bert),
-    "gpt2": Family("GPT-2 medium, 16 x 1024", _gpt2),
-    "t5": Family("T5-large, 16 x 512", _t5),
-    "vit": Family("ViT-large, 128 images", _vit),
-    "convnext": Family("ConvNext-base, 128 images", _convnext),
-    "resnet": Family("ResNet-50, 256 images", _resnet),
-    "swin": Family("Swin-base, 64 images", _swin),
-    "mixtral": Family("Mixtral-like, 12 layers, 8 experts, bf16", _mixtral, is_bf16=True),
-    "lora": Family(
-        "Llama 1B + LoRA, 2 x 4096, bf16", _lora, is_bf16=True, needs=("transformers", "peft")
+    "bert": Family("BERT-large, 64 x 512", _bert, depth={"num_hidden_layers": 24}),
+    "gpt2": Family("GPT-2 medium, 16 x 1024", _gpt2, depth={"n_layer": 24}),
+    "t5": Family("T5-large, 16 x 512", _t5, depth={"num_layers": 24}),
+    "vit": Family("ViT-large, 128 images", _vit, depth={"num_hidden_layers": 24}),
+    "convnext": Family("ConvNext-base, 128 images", _convnext, depth={"depths": [3, 3, 27, 3]}),
+    "resnet": Family(
+        "ResNet-50, 256 images",
+        _resnet,
+        depth={"depths": [3, 4, 6, 3], "hidden_sizes": [16, 32, 64, 128]},
     ),
-    "qwen2": Family("Qwen2 0.5B, 8 x 2048, bf16", _qwen2, is_bf16=True),
+    "swin": Family("Swin-base, 64 images", _swin, depth={"depths": [2, 18]}),
+    "mixtral": Family(
+        "Mixtral-like, 12 layers, 8 experts, bf16",
+        _mixtral,
+        is_bf16=True,
+        depth={"num_hidden_layers": 12, "num_local_experts": 8},
+    ),
+    "lora": Family(
+        "Llama 1B + LoRA, 2 x 4096, bf16",
+        _lora,
+        is_bf16=True,
+        needs=("transformers", "peft"),
+        depth={"num_hidden_layers": 16},
+    ),
+    "qwen2": Family(
+        "Qwen2 0.5B, 8 x 2048, bf16", _qwen2, is_bf16=True, depth={"num_hidden_layers": 24}
+    ),
     "whisper": Family("Whisper-small, 16 x 30 s", _whisper),
     "clip": Family("CLIP ViT-B/16, 256 pairs", _clip),
     "segformer": Family("SegFormer-B2, 16 x 512 x 512", _segformer),

@@ -284,3 +284,29 @@ def test_plans_for_compiled_layers_are_benchmarked_beside_torchs_budgets() -> No
         name, forward = ways.popitem()
         for run in (forward, *planned.forwards.values()):
             assert all(map(same_bits, work.gradients(run), expected)), name
+
+
+def test_stages_of_planning_are_counted_where_they_are_reported() -> None:
+    from benchmarks import planning_stages  # noqa: PLC0415
+
+    count = planning_stages._Count()
+    meter = planning_stages._StageMeter(count)
+    for stage, ops in (("trace", 3), ("solve", 0), ("verify", 4), ("compare gradients", 1)):
+        meter.report(stage)
+        count.ops += ops
+    for _ in meter.counted(["keep", "recompute"], "candidate"):
+        count.ops += 5
+    meter.end()
+    counted = {stage: ops for stage, ops in meter.ops.items() if ops}
+    assert counted == {"trace": 3, "a plan": 4, "gradients": 1, "blocks": 10}
+    assert meter.plans == 1
+
+
+def test_what_a_plan_takes_is_shown_of_one_plan() -> None:
+    from benchmarks.planning_stages import COLUMNS, PLANS, Stages, format_stages  # noqa: PLC0415
+
+    ops = dict.fromkeys(COLUMNS, 1.0) | {PLANS: 12.0}
+    seconds = dict.fromkeys(COLUMNS, 0.02) | {PLANS: 0.16}
+    table = format_stages([Stages("bert", "60%", 24, 1, 10.0, seconds, ops, 4, 2)]).splitlines()
+    assert table[1].split() == ["bert", "60%", *["1.0"] * 4, "6.0", "1.0", "2", "17"]
+    assert table[2].split() == ["CPU", "time", *["2.0"] * 4, "4.0", "2.0", "4", "26"]
