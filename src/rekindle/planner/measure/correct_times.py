@@ -5,9 +5,9 @@ indices has it do no more than one that recomputes all; those that go op by op d
 forward; and of these, one whose backward replays less has no more to do there.
 
 Every candidate of a block runs all that the plain block runs, and more. A candidate that was
-measured to be faster ran at a quick moment, or the plain block at a slow one. Then all candidates
-of the block are timed again, in turns, so that a slow moment meets all of them; a time that is
-still too short is raised to the plain block's. So no plan is predicted to be faster than no plan.
+measured to be faster ran at a quick moment, or the plain block at a slow one. Then these are timed
+again, one after the other, so that a slow moment meets both; a time that is still too short is
+raised to the plain block's. So no plan is predicted to be faster than no plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +18,23 @@ from rekindle.planner.types import Candidate
 from rekindle.strategy import Recompute, SavedIndices, Selective
 
 TimeAgain = Callable[[list[Candidate]], list[Candidate]]
-"""Times candidates once more, in turns, and returns them with the shortest times so far."""
+"""Times candidates once more, and returns them with the shortest times so far."""
 
 
 def correct_times(candidates: list[Candidate], time_again: TimeAgain) -> list[Candidate]:
     """Return a block's candidates, of which the first keeps all, with times that can be.
 
-    All ranks time theirs again if one has to. A rank that has not run the block has no candidates.
+    Ranks call it together, and time the same ones again. A rank that has not run the block has no
+    candidates.
     """
-    is_odd = any(_is_too_fast(candidate, candidates[0]) for candidate in candidates)
-    if any(all_gather(is_odd)) and candidates:
-        candidates = time_again(candidates)
+    odd = {i for i, each in enumerate(candidates) if _is_too_fast(each, candidates[0])}
+    of_ranks = set[int]().union(*all_gather(odd))
+    if of_ranks and candidates:
+        places = sorted({0, *of_ranks})
+        again = time_again([candidates[place] for place in places])
+        candidates = list(candidates)
+        for place, candidate in zip(places, again, strict=True):
+            candidates[place] = candidate
     return [no_faster_than(candidates[0], each) for each in with_plausible_hosts(candidates)]
 
 
