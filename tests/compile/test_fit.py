@@ -463,3 +463,12 @@ def test_a_larger_batch_does_not_plan_again_what_was_compiled_before(
         loss(model(torch.cat([x, x]))).backward()
     assert rekindle.plan_of(model) is plan
     assert "its blocks are compiled; call rekindle.fit with the larger batch" in caplog.text
+
+
+def test_a_forward_that_is_never_to_be_compiled_stays() -> None:
+    model, x = stack()
+    disabled = torch.compiler.disable(model.blocks[0].forward)
+    model.blocks[0].forward = disabled
+    profile = rekindle.profile(model, x, loss=loss)
+    assert profile.compiled == ()
+    assert vars(model.blocks[0])["forward"] is disabled

@@ -95,15 +95,17 @@ def set_aside_around(model: nn.Module, paths: Iterable[str]) -> None:
 
 
 def _set_aside(module: nn.Module) -> None:
-    call, forward = compiled_call(module), vars(module).get("forward")
-    original = original_of(forward)
-    if call is None and original is None:
+    options = compiled_options_of(module)
+    if options is None or _NAME in vars(module):
         return
-    aside = _SetAside(call, None if original is None else forward, compiled_options_of(module))
-    vars(module)[_NAME] = aside
+    forward = vars(module).get("forward")
+    if compile_options(forward) is None:  # such as one that is never to be compiled
+        forward = None
+    vars(module)[_NAME] = _SetAside(compiled_call(module), forward, options)
     set_compiled_call(module, None)
-    if original is None:
+    if forward is None:
         return
+    original = original_of(forward)
     if isinstance(original, MethodType) and original.__func__ is type(module).forward:
         del vars(module)["forward"]
     else:

@@ -170,7 +170,7 @@ def offloading(
     sets = [largest[:count] for count in range(1, len(largest) + 1)]
     if len(sets) > _MOVES:
         sets = [*sets[:_MOVES], sets[-1]]
-    sets += [[key] for key in inputs if sizes[key] >= worth and largest[0] != key]
+    sets += [[key] for key in inputs if largest[0] != key]
     found = []
     for chosen in sets:
         count = len(chosen)
