@@ -34,7 +34,7 @@ def test_the_demo_ends_with_a_page(
 ) -> None:
     pytest.importorskip("scipy")
     page = tmp_path / "demo.html"
-    for name, value in {"STEPS": 1, "LAYERS": 2, "BATCH": 2, "BUDGETS": ("50%",)}.items():
+    for name, value in {"STEPS": 1, "LAYERS": 2, "BATCH": 2, "BUDGETS": ("75%",)}.items():
         monkeypatch.setattr(demo, name, value)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--page", str(page)])
     assert demo.main() == 0

@@ -73,6 +73,13 @@ def test_without_a_budget_a_plan_is_for_the_memory_of_the_device() -> None:
     assert answer("triple", "plan")["budget"] == rekindle.Device.named("RTX 4090").usable_bytes
 
 
+def test_strategies_that_are_not_exact_are_planned_if_asked_for() -> None:
+    model, batch, options = values_of("triple")
+    profile = rekindle.profile(model, batch, **options, exact=False)
+    found = answer("triple", "frontier", "--inexact", "--points", "2")
+    assert found["points"][-1]["peak"] == rekindle.frontier(profile, 2)[-1].peak
+
+
 def test_bytes_are_a_budget_without_a_unit() -> None:
     assert answer("triple", "plan", "--budget", "1000000")["budget"] == 1000000
 

@@ -60,17 +60,31 @@ class Asked:
         made = self.source.step(self.sizes, self.place)
         return made if name is None else with_optimizer(made, kind)
 
-    def check_spill(self, spill: bool) -> None:
-        """Refuse `--spill` where no disk is measured."""
-        if spill and self.is_meta:
-            raise UsageError("--spill measures a disk: it goes with --device cuda or cpu")
-
     def options(self, step: Step, like: rekindle.Device | None) -> dict[str, Any]:
         """The arguments that `profile`, `explain` and `fit` have in common, but for the batch's."""
         options: dict[str, Any] = {"loss": step.loss, "optimizer": step.optimizer}
         if self.blocks:
             options["blocks"] = self.blocks
         return options | ({"device": "meta", "like": like} if self.is_meta else {})
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The means that plans may use."""
+
+    spill: bool
+    max_offload: str | None
+    inexact: bool
+
+    def options(self, asked: Asked) -> dict[str, Any]:
+        """The arguments of `profile` and `fit`; refuses `--spill` where no disk is measured."""
+        if self.spill and asked.is_meta:
+            raise UsageError("--spill measures a disk: it goes with --device cuda or cpu")
+        return {
+            "spill": self.spill,
+            "max_offload": self.max_offload,
+            "exact": not self.inexact,
+        }
 
 
 def _refuse_absent(device: str) -> None:
@@ -91,29 +105,25 @@ def explained(asked: Asked) -> tuple[Step, rekindle.Explanation]:
     return step, rekindle.explain(step.model, step.batch, **asked.options(step, like))
 
 
-def planned(
-    asked: Asked, budget: str | None, spill: bool, max_offload: str | None
-) -> tuple[Step, rekindle.Plan]:
+def planned(asked: Asked, budget: str | None, allowed: Allowed) -> tuple[Step, rekindle.Plan]:
     """Return the plan for a budget; on a real device, verified there."""
     like = asked.table_device()
-    asked.check_spill(spill)
+    means = allowed.options(asked)
     limit = _budget(budget) or _room(asked, like)
     step = asked.step()
-    options = asked.options(step, like) | {"spill": spill, "max_offload": max_offload}
+    options = asked.options(step, like) | means
     if like is None:
         return step, rekindle.fit(step.model, step.batch, limit, **options)
     profile = rekindle.profile(step.model, step.batch, **options)
     return step, rekindle.solve(profile, limit)
 
 
-def frontier_of(
-    asked: Asked, points: int, spill: bool, max_offload: str | None
-) -> tuple[Step, rekindle.Frontier]:
+def frontier_of(asked: Asked, points: int, allowed: Allowed) -> tuple[Step, rekindle.Frontier]:
     """Return plans from the plain peak down to the smallest that works."""
     like = asked.table_device()
-    asked.check_spill(spill)
+    means = allowed.options(asked)
     step = asked.step()
-    options = asked.options(step, like) | {"spill": spill, "max_offload": max_offload}
+    options = asked.options(step, like) | means
     profile = rekindle.profile(step.model, step.batch, **options)
     return step, rekindle.frontier(profile, points)
 

@@ -6,7 +6,7 @@ import typer
 
 import rekindle
 from rekindle.cli import answers, device_table, options
-from rekindle.cli.answers import Asked
+from rekindle.cli.answers import Allowed, Asked
 from rekindle.cli.failures import errors_as_messages
 from rekindle.cli.output import Output
 from rekindle.cli.sources import dtype_named, source_of
@@ -102,6 +102,7 @@ def plan(
     in_memory: options.InMemory = False,
     max_offload: options.MaxOffload = None,
     spill: options.Spill = False,
+    inexact: options.Inexact = False,
     as_json: options.Json = False,
     save: options.Save = None,
     html: options.Html = None,
@@ -115,7 +116,7 @@ def plan(
         asked = _asked(
             *(model, batch, seq, dtype, optimizer, architecture, blocks, like, device, in_memory)
         )
-        output.write(*answers.planned(asked, budget, spill, max_offload))
+        output.write(*answers.planned(asked, budget, Allowed(spill, max_offload, inexact)))
 
 
 @app.command(epilog=_CODES)
@@ -133,6 +134,7 @@ def frontier(
     in_memory: options.InMemory = False,
     max_offload: options.MaxOffload = None,
     spill: options.Spill = False,
+    inexact: options.Inexact = False,
     as_json: options.Json = False,
     save: options.Save = None,
     html: options.Html = None,
@@ -145,7 +147,7 @@ def frontier(
         asked = _asked(
             *(model, batch, seq, dtype, optimizer, architecture, blocks, like, device, in_memory)
         )
-        output.write(*answers.frontier_of(asked, points, spill, max_offload))
+        output.write(*answers.frontier_of(asked, points, Allowed(spill, max_offload, inexact)))
 
 
 @app.command(epilog=_CODES)

@@ -103,6 +103,14 @@ Spill: TypeAlias = Annotated[
     bool,
     typer.Option("--spill", help="Move to disk, not to host memory.", rich_help_panel=_WHERE),
 ]
+Inexact: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--inexact",
+        help="Also plan what changes the last bits of gradients, where that takes less.",
+        rich_help_panel=_WHERE,
+    ),
+]
 Points: TypeAlias = Annotated[int, typer.Option(min=1, help="Plans to look for.")]
 Over: TypeAlias = Annotated[
     Literal["batch", "sequence"], typer.Option(help="The size that grows.", rich_help_panel=_STEP)
