@@ -43,7 +43,7 @@ class BlockCall:
     ambient: ambient.Ambient
     """The state around the call, such as autocast."""
     output_uses: tuple[OutputUse, ...] = ()
-    """What the step does with each tensor of the output; empty if that is not known."""
+    """The step's use of each tensor of the output; empty if that is not known."""
 
     def fresh_arguments(self) -> Arguments:
         """Return the arguments as results of ops that no run of the block has used."""

@@ -1,4 +1,4 @@
-"""What becomes of the outputs of blocks in a step: what lives on, and what gets a gradient.
+"""The outputs of blocks in a step: which live on, and which get a gradient.
 
 A block may return more than the step uses, such as attention's weights beside its result. What
 nobody uses is freed before the backward, and gets no gradient: a block that is run alone goes
@@ -19,7 +19,7 @@ from rekindle.torch_private.storages import storage_key
 
 
 class OutputUse(NamedTuple):
-    """What a step does with one tensor of a block's output."""
+    """A step's use of one tensor of a block's output."""
 
     lives: bool = True
     """True if it is there when the backward begins, whoever holds it."""
@@ -69,7 +69,7 @@ class BlockOutput:
                 tensor.register_hook(self._note_gradient)
 
     def uses(self) -> tuple[OutputUse, ...]:
-        """What the step did with each tensor of the output."""
+        """The step's use of each tensor of the output."""
         return tuple(OutputUse(part.lives, part.has_gradient) for part in self._parts)
 
     def note_living(self) -> bool:
@@ -135,7 +135,7 @@ def _readers(loss: Tensor) -> _Readers:
 
 
 def used_by_all(uses: Sequence[tuple[OutputUse, ...]]) -> tuple[OutputUse, ...]:
-    """What a step does at most with the output of several calls that are alike.
+    """The uses of the output that any of several calls that are alike has.
 
     Empty if that is not known, as where their outputs have other numbers of tensors.
 

@@ -138,7 +138,7 @@ class _StepRecorder:
         )
 
     def output_uses(self) -> list[tuple[OutputUse, ...]]:
-        """What the step did with the output at each place; empty for a call that failed."""
+        """The step's use of the output at each place; empty for a call that failed."""
         return [
             () if (out := self._outputs.get(i)) is None else out.uses()
             for i in range(len(self._order))
