@@ -51,7 +51,8 @@ def measure(shape: LlamaShape, command: str) -> Answer:
         process = subprocess.Popen(call, stdout=subprocess.DEVNULL)
         _, status, used = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - start
-        if status:
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
             raise RuntimeError(f"rekindle {command} of {shape.name} failed")
         found = json.loads(answer.read_text())
     peak = found["peak" if command == "explain" else "predicted_peak"]
