@@ -34,12 +34,13 @@ class CompiledForward:
     def __init__(
         self,
         module: nn.Module,
-        options: CompileOptions,
+        options: CompileOptions | None,
         own: Callable[..., Any] | None = None,
         budget: float | None = None,
     ) -> None:
         self._module = ref(module)  # weakly: a model should go without the garbage collector
         self.options = options
+        """The options that it is compiled by; None after it was pickled: then it is not."""
         self.own = own
         """The forward in the module's `__dict__` before, which hides that of its class."""
         self.budget = budget
@@ -72,7 +73,7 @@ class CompiledForward:
 
     @no_graph_begins
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # as part of another graph
+        if self.options is None or torch.compiler.is_compiling():  # or part of another graph
             return self.__wrapped__(*args, **kwargs)
         if self._artefact is None:
             self._artefact = _artefact(self._shared_by, self.__func__, self.options, self.budget)
@@ -103,15 +104,11 @@ class CompiledForward:
 
     def __reduce__(self) -> Any:
         # As with torch, whose modules forget that they are compiled when they are pickled.
-        return _uncompiled, (self.__self__, self.own)
+        return CompiledForward, (self.__self__, None, self.own, self.budget)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledForward":
         module, own = copy.deepcopy((self.__self__, self.own), memo)
         return CompiledForward(module, self.options, own, self.budget)
-
-
-def _uncompiled(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    return own or MethodType(type(module).forward, module)
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
