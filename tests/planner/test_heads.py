@@ -276,7 +276,7 @@ def test_a_plan_that_need_not_be_exact_may_do_without_logits() -> None:
     plain = gradients_of(model, words)
     profile = rekindle.profile(model, words, exact=False)
     assert heads_in(profile) == [BY_ROWS, WITHOUT_LOGITS]
-    assert profile.rests[1].rest_peak < LOGITS / 2
+    assert profile.rests[1].rest_peak < 0.6 * LOGITS
     budget = (profile.rests[0].recompute_peak + profile.rests[1].recompute_peak) // 2
     plan = rekindle.fit(model, words, budget, profile=profile)
     assert plan.heads == WITHOUT_LOGITS

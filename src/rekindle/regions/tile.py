@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from rekindle.errors import RekindleError
 from rekindle.regions.recompute import ambient
 from rekindle.regions.recompute.torch_state import entered
-from rekindle.rows.chunks import chunks
+from rekindle.rows.chunks import chunks, evaluate_some
 from rekindle.rows.expressions import Leaf, Memo
 from rekindle.rows.row_tensor import RowTensor
 from rekindle.torch_private.dispatch_modes import past_modes
@@ -219,6 +219,11 @@ class _Head(Leaf):
         return self._tiles.run(self.tensor[start:stop])
 
 
+_SHARE_OF_FEATURES = 2
+"""Features for each row of a tile, at most: it then has half as many logits as the head has
+weights, and adding up gradients of these takes no longer than computing them."""
+
+
 class _ByTiles(Function):
     @staticmethod
     def forward(
@@ -249,10 +254,12 @@ class _ByTiles(Function):
             ctx.on_gradient(head.most_saved if is_lazy else 0)
         gradients = _Gradients(tiles.parameters)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[3] else None
-        for start, stop in chunks(head.count, head.width):
+        for start, stop in chunks(head.count, head.width, hidden.shape[-1] // _SHARE_OF_FEATURES):
             leaf, out = tiles.run_for_backward(hidden[start:stop])
             if is_lazy:
-                rows = grad.node.rows(start, stop, {(id(head), start, stop): out.detach()})
+                known = {(id(head), start, stop): out.detach()}
+                rows = evaluate_some(grad.node, start, stop, known)
+                del known
             else:
                 rows = grad.reshape(-1, head.width)[start:stop]
             part = _backward(tiles, leaf, out, rows, gradients)

@@ -16,10 +16,10 @@ _CHUNKS = 32
 """Chunks that a tensor is cut into, if they are not too large or too small then."""
 
 
-def chunks(count: int, width: int) -> Iterator[Range]:
-    """The ranges of rows that are evaluated together."""
+def chunks(count: int, width: int, least: int = 1) -> Iterator[Range]:
+    """The ranges of rows that are evaluated together: at least so many rows, if there are."""
     elements = min(_MOST_ELEMENTS, max(count * width // _CHUNKS, _LEAST_ELEMENTS))
-    size = max(elements // max(width, 1), 1)
+    size = max(elements // max(width, 1), least)
     for start in range(0, count, size):
         yield start, min(start + size, count)
 
@@ -40,6 +40,18 @@ def evaluate(node: Node, into: Leaf | None = None) -> Tensor:
     flat = out.view(-1, node.width)
     for start, stop in parts:
         flat[start:stop].copy_(node.rows(start, stop, {}))
+    return out
+
+
+def evaluate_some(node: Node, start: int, stop: int, known: Memo) -> Tensor:
+    """Some rows of a node, computed from rows that are known, fewer of them at a time."""
+    (leaf, *_) = node.leaves
+    shape = (stop - start, node.width)
+    out = torch.empty(shape, dtype=node.meta.dtype, device=leaf.tensor.device)
+    for own_start, own_stop in chunks(node.count, node.width):
+        begin, end = max(own_start, start), min(own_stop, stop)
+        if begin < end:
+            out[begin - start : end - start].copy_(node.rows(begin, end, dict(known)))
     return out
 
 
