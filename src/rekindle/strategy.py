@@ -179,9 +179,29 @@ class Tile(Strategy):
         return f"tile in {self.chunks} chunks, {self.inner}"
 
 
+@dataclass(frozen=True, repr=False)
+class RecomputeInTiles(Strategy):
+    """Activations are dropped in forward; in the replay, modules inside run by `Tile(chunks)`.
+
+    What these modules make inside exists for one tile at a time. The last of them runs twice in
+    all, as if the region were recomputed: in the replay only its input is wanted. One that others
+    follow, whose saved tensors the replay has to make, runs three times.
+    """
+
+    modules: tuple[str, ...] = ()
+    """Paths of the modules, from the region."""
+    chunks: int = 4
+
+    def __post_init__(self) -> None:
+        _sort(self, "modules")
+
+    def __str__(self) -> str:
+        return f"recompute, {', '.join(self.modules)} in {self.chunks} tiles"
+
+
 def is_exact_strategy(strategy: Strategy) -> bool:
     """True if gradients stay bit for bit what they are in plain autograd."""
-    return not isinstance(strategy, Tile) and strategy != Rows(exact=False)
+    return not isinstance(strategy, Tile | RecomputeInTiles) and strategy != Rows(exact=False)
 
 
 @dataclass(frozen=True, repr=False)

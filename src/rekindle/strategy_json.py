@@ -19,6 +19,7 @@ from rekindle.strategy import (
     OpAddress,
     PlannedOps,
     Recompute,
+    RecomputeInTiles,
     Rows,
     SavedIndices,
     Selective,
@@ -220,6 +221,7 @@ _STRATEGIES: dict[str, type] = {
     "rows": Rows,
     "tile": Tile,
     "compiled": Compiled,
+    "recompute_in_tiles": RecomputeInTiles,
 }
 _POLICIES: dict[str, type] = {"planned_ops": PlannedOps, "numbered_ops": NumberedOps}
 _TAGS: dict[type, str] = {kind: tag for tag, kind in {**_STRATEGIES, **_POLICIES}.items()}
@@ -250,6 +252,7 @@ _READERS: dict[type, dict[str, _Reader]] = {
     Rows: {"exact": _read_bool},
     Tile: {"chunks": _read_positive, "inner": from_json},
     Compiled: {"budget": _read_share, "inner": from_json},
+    RecomputeInTiles: {"modules": _each(_read_text), "chunks": _read_positive},
     PlannedOps: {
         "kept": _read_addresses,
         "offloaded": _read_addresses,

@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -31,7 +32,9 @@ from rekindle.planner.measure.static_memory import optimizer_bytes, static_bytes
 from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
 from rekindle.planner.plan_for_budget import (
+    BudgetError,
     budget_bytes,
+    format_least_inexact,
     refuse_unlikely_budget,
     solved,
     with_nearby,
@@ -41,6 +44,7 @@ from rekindle.planner.progress import Progress, show_progress
 from rekindle.planner.ranks.rank_sync import (
     all_gather,
     collective,
+    has_other_ranks,
     is_first_rank,
     require_same_on_ranks,
 )
@@ -324,16 +328,11 @@ def _fit(
             )
     say_if_in_eval_mode(model)
     require_same_on_ranks(verify=verify, profile="none" if known is None else "given")
+    measure = partial(
+        profile, model, batch, loss=loss, optimizer=optimizer, spill=spill, blocks=blocks
+    )
     if known is None:
-        measured = profile(
-            model,
-            batch,
-            loss=loss,
-            optimizer=optimizer,
-            spill=spill,
-            blocks=blocks,
-            exact=exact,
-        )
+        measured = measure(exact=exact)
     else:
         if known.loss == "none":
             warn_without_loss(known.batch)
@@ -355,7 +354,14 @@ def _fit(
         verify=verify,
         blocks=None if blocks is None else tuple(named_blocks(model, blocks)),
     )
-    return fit_model.fit(step, measured, request)
+    try:
+        return fit_model.fit(step, measured, request)
+    except BudgetError as error:
+        if known is not None or not exact or has_other_ranks():
+            raise
+        found = _with_room(measure(exact=False), max_offload)
+        least = format_least_inexact(found, budget_bytes(measured, budget))
+        raise BudgetError(f"{error} {least}".strip()) from None
 
 
 def _with_optimizer(profile: Profile, model: nn.Module, batch: Any, optimizer: Any) -> Profile:

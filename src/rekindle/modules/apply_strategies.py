@@ -34,7 +34,7 @@ from rekindle.modules.nested_strategies import strategies_to_run
 from rekindle.modules.strategy_spelling import Spelling, strategy_of
 from rekindle.modules.wrappers import ActivationWrapper
 from rekindle.offload.owners import OffloaderSet, owner_of, process_owner, release
-from rekindle.strategy import Recompute, Strategy
+from rekindle.strategy import Recompute, RecomputeInTiles, Strategy, Tile
 
 
 def apply_strategies(
@@ -81,9 +81,16 @@ def apply_strategies(
 
 
 def _install_parts(module: nn.Module, strategy: Strategy, offloaders: OffloaderSet) -> None:
-    """Have modules inside one be recomputed, as its strategy says, if they have no other."""
+    """Have modules inside one be recomputed, or run in tiles, as its strategy says.
+
+    Those that have a strategy of their own keep it.
+    """
     for part in parts_of(module, strategy).values():
-        if forward_of(part) is None:
+        if forward_of(part) is not None:
+            continue
+        if isinstance(strategy, RecomputeInTiles):
+            install_forward(part, Tile(strategy.chunks), offloaders)
+        else:
             install_forward(part, Recompute(), offloaders, is_part=True)
 
 

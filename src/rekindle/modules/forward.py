@@ -35,6 +35,7 @@ from rekindle.strategy import (
     Keep,
     Offload,
     Recompute,
+    RecomputeInTiles,
     Rows,
     SavedIndices,
     Selective,
@@ -51,7 +52,7 @@ _WHY_GRAPH_BREAKS = (
     "a module whose activations are offloaded begins a graph of its own: rekindle.offload works on "
     "what a graph saves. policies.offload(...) works inside a graph"
 )
-_REGIONS = Recompute, Selective
+_REGIONS = Recompute, RecomputeInTiles, Selective
 _OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
 
 
@@ -296,14 +297,14 @@ def _with_keywords(forward: Callable[..., Any], names: tuple[str, ...]) -> Calla
 
 
 def parts_of(module: nn.Module, strategy: Strategy | None) -> dict[str, nn.Module]:
-    """The modules inside one that its strategy recomputes, by path."""
-    if not isinstance(strategy, SavedIndices) or not strategy.modules:
+    """The modules inside one that its strategy recomputes, or runs in tiles, by path."""
+    if not isinstance(strategy, SavedIndices | RecomputeInTiles) or not strategy.modules:
         return {}
     where = places(module)
     for name in strategy.modules:
         if name not in where:
             raise ValueError(
-                f"{type(module).__name__} has no module {name!r}, which its strategy recomputes"
+                f"{type(module).__name__} has no module {name!r}, which its strategy names"
             )
     return {where[name]: module.get_submodule(where[name]) for name in strategy.modules}
 

@@ -21,6 +21,7 @@ from rekindle.strategy import (
     Keep,
     Offload,
     Recompute,
+    RecomputeInTiles,
     Rows,
     SavedIndices,
     Selective,
@@ -72,7 +73,7 @@ def _check_split(path: str, strategy: Tile | Rows, around: list[Strategy]) -> No
 
 
 def _is_region(strategy: Strategy) -> bool:
-    return isinstance(strategy, Recompute | Selective)
+    return isinstance(strategy, Recompute | RecomputeInTiles | Selective)
 
 
 def _joined(own: Strategy, parts: Mapping[str, Strategy]) -> Selective:

@@ -18,6 +18,7 @@ from rekindle.strategy import (
     OpAddress,
     PlannedOps,
     Recompute,
+    RecomputeInTiles,
     SavedIndices,
     Selective,
     Strategy,
@@ -70,6 +71,29 @@ def keeping_saved_at(candidate: Candidate, trace: BlockTrace) -> Candidate:
         case Compiled() as strategy:
             return replace(candidate, strategy=replace(strategy, inner=saved))
     return replace(candidate, strategy=saved)
+
+
+def in_tiles(modules: tuple[str, ...]) -> tuple[Candidate, ...]:
+    """Candidates that recompute a block with some of its modules in tiles of tokens."""
+    return tuple(Candidate(RecomputeInTiles(modules, n)) for n in _CHUNKS if modules)
+
+
+_CHUNKS = (4, 16)
+"""Tiles of a module: few, and so many that what is inside hardly counts."""
+_LEAST_GAIN = 0.05
+"""Share of a replay's peak that tiles have to save."""
+
+
+def with_useful_tiles(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """A block's candidates, without tiles whose replay peaks as high as that of the whole block."""
+    found = list(candidates)
+    peaks = [each.backward_peak for each in found if each.strategy == Recompute()]
+    limit = (1 - _LEAST_GAIN) * max(peaks, default=0)
+    return [
+        each
+        for each in found
+        if not isinstance(each.strategy, RecomputeInTiles) or each.backward_peak < limit
+    ]
 
 
 def recomputing_saved(derivable: tuple[int, ...], trace: BlockTrace) -> list[Candidate]:

@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from rekindle.errors import RekindleError
+from rekindle.modules.patterns import spanned
 from rekindle.planner.plan import Plan
 from rekindle.planner.ranks.rank_sync import all_gather, on_first_rank
-from rekindle.planner.rest import Heads
+from rekindle.planner.rest import Heads, is_exact
 from rekindle.planner.timeline import OUTSIDE_BLOCKS, simulate
 from rekindle.planner.types import Candidate, Prediction, Profile, Solution
 from rekindle.sizes import format_bytes, parse_bytes, rounded_up
-from rekindle.strategy import Keep, Recompute
+from rekindle.strategy import Keep, Recompute, is_exact_strategy
 
 
 class BudgetError(RekindleError):
@@ -82,6 +83,24 @@ def _format_least(profile: Profile, limit: int, least: Prediction) -> str:
     elif not profile.bytes_per_second:
         help_.append("spill=True moves activations to disk")
     return f"{text} {'; '.join(help_)}. rekindle.explain says what holds it."
+
+
+def format_least_inexact(profile: Profile, limit: int) -> str:
+    """The text of what a plan that need not be exact takes at least; empty if there is none."""
+    from rekindle.planner.solve import solver  # noqa: PLC0415
+
+    least = solver.least_peak(profile)
+    chosen = zip(profile.order, least.candidates, strict=True)
+    parts = [f"{path}: {strategy}" for path, _, strategy in least.heads]
+    tiled = [(path, each) for (path, _), each in chosen if not is_exact_strategy(each.strategy)]
+    if tiled:
+        where = spanned([path for path, _ in tiled])
+        parts.append(f"{where}: {tiled[0][1].describe()}")
+    if is_exact(least.heads) and not tiled:
+        return ""
+    peak = least.prediction.peak
+    fits = "fits" if peak <= limit else "does not fit either"
+    return f"exact=False {fits}: it takes {-(-peak // 1024)} KiB, by {'; '.join(parts)}."
 
 
 def plan_chosen(profile: Profile, limit: int, choose: Callable[[], Solution]) -> Plan:

@@ -27,10 +27,12 @@ from rekindle.offload.owners import OffloaderSet
 from rekindle.planner.candidates import (
     SMALL,
     candidates,
+    in_tiles,
     recomputing_all,
     undominated,
     with_casts,
     with_names,
+    with_useful_tiles,
 )
 from rekindle.planner.compiled_modules import warn_of_uncounted_memory
 from rekindle.planner.instruments.memory_meter import metered_as_a_whole, unmetered
@@ -58,6 +60,7 @@ from rekindle.planner.trace.block_trace import trace_block
 from rekindle.planner.trace.find_blocks import find_blocks
 from rekindle.planner.trace.head_ways import trace_steps
 from rekindle.planner.trace.own_checkpoints import own_checkpoints_said
+from rekindle.planner.trace.token_wise import token_wise_modules
 from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import (
     BlockKey,
@@ -163,7 +166,9 @@ def profile_model(
             raise ValueError("The step ran none of the model's blocks: does it call the model?")
         merged = merge_traces(all_gather(trace), found)
         with gathered_around(model, found.values()):
-            profiles = _profile_blocks(found, compiled, trace, traced.calls, merged, measured_on)
+            profiles = _profile_blocks(
+                found, compiled, trace, traced.calls, merged, measured_on, exact
+            )
         profile = _assemble(step, static, trace, merged, profiles, measured_on)
         if trace.spans is not None:
             profile = calibrate_to_recomputing(profile, trace.order, trace.spans)
@@ -220,6 +225,7 @@ def _profile_blocks(
     calls: dict[BlockKey, BlockCall],
     merged: MergedTrace,
     measured_on: MeasuringDevice,
+    exact: bool,
 ) -> list[BlockProfile]:
     """Profile each distinct block, on all ranks that ran it in the step.
 
@@ -251,6 +257,8 @@ def _profile_blocks(
             if measured_on.known is None:
                 own_trace = traces.pop(index, None)
                 own = () if own_trace is None else candidates(own_trace, is_small=index in small)
+                if own_trace is not None and not exact:
+                    own = (*own, *in_tiles(token_wise_modules(call, own_trace)))
                 found = _profile_block(kind, key, call, is_compiled, measured_on, own_trace, own)
             else:
                 path = next(path for path, other in trace.keys.items() if other == key)
@@ -297,7 +305,7 @@ def _profile_block(
             if measured_on.bytes_per_second:
                 measured |= offload_candidates(benchmark, trace, measured, measured_on.tier)
             measured = {name: with_names(each, trace) for name, each in measured.items()}
-    kept = with_casts(tuple(undominated(worst_of_ranks(measured))))
+    kept = with_casts(tuple(undominated(with_useful_tiles(worst_of_ranks(measured)))))
     output_freed = _NOT_RUN if benchmark is None else benchmark.output_freed
     return BlockProfile(kind, key.signature, kept, key.ambient, output_freed, key.ops, is_compiled)
 

@@ -31,6 +31,7 @@ from rekindle.strategy import (
     OpAddress,
     PlannedOps,
     Recompute,
+    RecomputeInTiles,
     SavedIndices,
     Selective,
     Strategy,
@@ -218,7 +219,8 @@ class Candidate:
     """
 
     strategy: Strategy
-    """`Keep`, `Recompute`, `SavedIndices`, or `Selective` with `PlannedOps` or `NumberedOps`.
+    """`Keep`, `Recompute`, `RecomputeInTiles`, `SavedIndices`, or `Selective` with `PlannedOps` or
+    `NumberedOps`.
 
     `Selective` can recompute anything, but has the host look at every op. `SavedIndices` goes by
     what autograd saves, and makes again what one op gives back. A compiled block has `Compiled` in
@@ -300,6 +302,8 @@ class Candidate:
         match self.strategy:
             case Keep():
                 return "keep"
+            case RecomputeInTiles(modules=modules, chunks=chunks):
+                return f"recompute, {_format_modules(modules)} in {chunks} tiles"
             case Selective(policy=PlannedOps(kept=kept) | NumberedOps(kept=kept)):
                 rest = "recompute"
                 if kept:
@@ -333,7 +337,8 @@ class Candidate:
     def inconsistencies(self) -> Iterator[Inconsistency]:
         """Places where fields of the right types contradict each other, with what is wrong."""
         moving, name = _moving_part(self.strategy), type(self.strategy).__name__
-        if moving is None and not isinstance(self.strategy, Keep | Recompute | Compiled):
+        whole = Keep | Recompute | RecomputeInTiles | Compiled
+        if moving is None and not isinstance(self.strategy, whole):
             yield "strategy", f"should be one that a plan has, but is {name}"
         if self.bytes_moved and moving is None:
             yield "bytes_moved", f"should be 0 where the strategy is {name}"
