@@ -11,8 +11,10 @@ from torch.nn import functional
 import rekindle
 from rekindle.modules.forward import forward_of
 from rekindle.modules.heads import heads_of, saved_by_rows
+from rekindle.planner.instruments.memory_meter import metered
 from rekindle.strategy import Rows
 from tests.language_models import (
+    LOGITS,
     WIDTH,
     WORDS,
     LanguageModel,
@@ -69,6 +71,11 @@ def ignoring(logits: Tensor, words: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=-100)
 
 
+def viewed(logits: Tensor, words: Tensor) -> Tensor:
+    """The loss of views alone, as of float32 logits that are not shifted."""
+    return functional.cross_entropy(logits.view(-1, logits.shape[-1]), words.view(-1))
+
+
 def smoothed(logits: Tensor, words: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), words.flatten(), label_smoothing=0.1)
 
@@ -85,7 +92,9 @@ def log_probs(logits: Tensor, words: Tensor) -> Tensor:
     return -(found.squeeze(-1) * torch.linspace(-1, 1, found.numel()).view(words.shape)).mean()
 
 
-@pytest.mark.parametrize("loss", [next_word, ignoring, smoothed, capped_with_z_loss, log_probs])
+@pytest.mark.parametrize(
+    "loss", [next_word, ignoring, viewed, smoothed, capped_with_z_loss, log_probs]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_the_same_with_every_loss_and_dtype(loss: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -104,6 +113,16 @@ def test_a_head_tied_to_the_embedding_gets_the_gradients_of_both() -> None:
     model = LanguageModel()
     model.head.weight = model.embedding.weight
     assert_same_by_rows(model, some_words())
+
+
+def test_the_gradient_of_a_view_is_written_over_the_logits() -> None:
+    """Autograd holds the tensor that it is a view of, which nobody else reads."""
+    torch.manual_seed(0)
+    model, words = LanguageModel(loss=viewed), some_words()
+    rekindle.apply(model, {"head": "rows"})
+    with metered(torch.device("cpu"), [*model.parameters(), words]) as meter:
+        model(words).backward()
+        assert meter.peak() < 1.6 * LOGITS
 
 
 class LoraHead(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from rekindle.rows.chunks import evaluate
-from rekindle.rows.expressions import Leaf
+from rekindle.rows.expressions import Leaf, Node, Relabeled
 from rekindle.rows.row_tensor import RowTensor, row_tensor, whole
 from rekindle.torch_private.fake_mode import FakeTensor
 from rekindle.torch_private.storages import storage_users
@@ -79,7 +79,9 @@ class _Leave(Function):
     def forward(_ctx: Any, grad: RowTensor, leaf: Leaf | None) -> Tensor:
         node = grad.node
         if node.real is None and leaf is not None and _is_last_reader(grad, leaf):
-            node.real = evaluate(node, into=leaf)
+            real = evaluate(node, into=leaf)
+            for each in _with_same_rows(node):
+                each.real = real.view(each.meta.shape)
         return whole(grad).detach()  # type: ignore[no-any-return]
 
     @staticmethod
@@ -87,9 +89,25 @@ class _Leave(Function):
         return grads[0], None
 
 
+def _with_same_rows(node: Node) -> list[Node]:
+    """A node, and those that it is a view of with all of their rows."""
+    found = [node]
+    while isinstance(node, Relabeled) and node.as_view is not None:
+        (node,) = node.children
+        if not node.meta.is_contiguous():
+            break
+        found.append(node)
+    return found
+
+
 def _is_last_reader(grad: RowTensor, leaf: Leaf) -> bool:
-    """True if nobody but a gradient can read a leaf: Note [Who reads logits]."""
-    if any(reader is not grad for reader in list(leaf.users.values())):
+    """True if nobody but a gradient can read a leaf: Note [Who reads logits].
+
+    A tensor that the gradient is a view of has the same rows, so it needs the leaf no more either:
+    autograd holds it for the view.
+    """
+    same = _with_same_rows(grad.node)
+    if any(reader.node not in same for reader in list(leaf.users.values())):
         return False
     return storage_users(leaf.tensor.untyped_storage()) <= _OWN_USERS
 
