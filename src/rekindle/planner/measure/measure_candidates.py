@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rekindle.planner.candidates import keeping_saved, offloading
+from rekindle.planner.candidates import keeping_saved, offloading, selecting
 from rekindle.planner.measure.block_benchmark import BlockBenchmark
 from rekindle.planner.measure.correct_times import (
     correct_times,
@@ -49,6 +49,9 @@ def offload_candidates(
         for name, candidate in measured.items()
         if isinstance(candidate.strategy, SavedIndices | Selective)
     }
+    nothing = selecting((), trace)
+    if trace.input_bytes and all(each.strategy != nothing.strategy for each in keeping.values()):
+        keeping["nothing"] = benchmark.measure(nothing)  # so that its input alone may move
     return {
         f"{name}, {i} moved": moving
         for name, candidate in keeping.items()

@@ -148,7 +148,9 @@ def _is_small(tensor: Tensor) -> bool:
     return tensor.numel() <= _MOST_INTEGERS if is_integer else tensor.dim() == 0
 
 
-_MOST_INTEGERS = 1 << 18
+_MOST_INTEGERS = 1 << 22
+"""More than a long sequence has tokens: of 256 k positions transformers makes a few more, to see
+whether it needs a mask."""
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
