@@ -180,6 +180,33 @@ def test_the_zoo_measures_a_model_by_its_own_checkpointing_and_by_plans() -> Non
     assert all(sum(r.plan.values()) == 5 for r in rows if r.plan)  # embeddings, too
 
 
+def test_long_sequences_are_measured_by_checkpointing_and_by_a_plan() -> None:
+    pytest.importorskip("scipy")
+    pytest.importorskip("transformers")
+    from benchmarks import longctx  # noqa: PLC0415
+
+    rows = [longctx.measure("qwen2", way, steps=1) for way in ("plain", "gc", "fit 35%")]
+    assert len({row.gradients for row in rows}) == 1
+    plain, _, fitted = rows
+    assert fitted.peak_gib is not None
+    assert plain.peak_gib is not None
+    assert fitted.peak_gib < plain.peak_gib
+    assert fitted.plan.endswith("lm_head: 1 x Linear: rows")
+    table = longctx.format_rows(rows).splitlines()
+    assert table[1].startswith("qwen2: plain")
+    assert table[1].split()[3] == "1.00"  # a case, a way, seconds, and times the first one's
+
+
+def test_long_sequences_are_predicted_without_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("scipy")
+    pytest.importorskip("transformers")
+    from benchmarks import longctx  # noqa: PLC0415
+
+    rows = longctx.predict("32k", "H200", is_large=False)
+    assert [row.way for row in rows] == ["gc", "gc, head by rows", "fit 46GiB"]
+    assert "head and loss, rows" in capsys.readouterr().out
+
+
 def test_the_line_goes_from_plain_to_checkpointing_and_not_below_its_peak() -> None:
     from benchmarks.zoo_measure import line_between  # noqa: PLC0415
 

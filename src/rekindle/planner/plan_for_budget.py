@@ -78,9 +78,9 @@ def _format_least(profile: Profile, limit: int, least: Prediction) -> str:
     share = int(100 * (limit - static) / (peak - static))
     batch = f"A batch of about {share} % of this one" if share else "A far smaller batch"
     help_ = [f"{batch} would fit"]
-    if least.at == OUTSIDE_BLOCKS:
+    if least.at == OUTSIDE_BLOCKS and not profile.rests:
         help_.append("rekindle.linear_cross_entropy takes less for a head and its loss")
-    elif not profile.bytes_per_second:
+    elif least.at != OUTSIDE_BLOCKS and not profile.bytes_per_second:
         help_.append("spill=True moves activations to disk")
     return f"{text} {'; '.join(help_)}. rekindle.explain says what holds it."
 
