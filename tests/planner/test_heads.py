@@ -1,5 +1,6 @@
 """Heads by rows in profiles and plans: measured beside the plain ones, chosen where they help."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,8 @@ def test_a_frontier_goes_from_plain_heads_to_those_by_rows(profiled: Any, tmp_pa
     points = rekindle.frontier(profile)
     assert [bool(point.plan.heads) for point in points] == [False] + [True] * (len(points) - 1)
     assert points[-1].peak <= profile.rests[0].recompute_peak
-    assert points.report(tmp_path / "page.html", profile=profile).exists()
+    page = points.report(tmp_path / "page.html", profile=profile)
+    assert re.search(r'"heads": ?\["head: rows"\]', page.read_text())
     assert profile.report(tmp_path / "page.html", snapshot=tmp_path / "s.pickle").exists()
 
 

@@ -107,6 +107,7 @@ def _stop(
         "peak_at": plan.peak_at,
         "measured": _measured(plan),
         "moved": sum(each.bytes_moved for each in candidates),
+        "heads": [f"{path}: {strategy}" for path, _, strategy in plan.heads],
         "choice": tables.candidates.indices(list(zip(candidates, plain, strict=True))),
         "step": None if walk is None else _step(walk, tables.columns),
     }

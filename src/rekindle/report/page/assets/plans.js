@@ -84,6 +84,7 @@ function facts(page, stop, other) {
     fact("time of a step", formatSeconds(stop.seconds), change("seconds", formatSeconds)),
     page.plans.stops.length > 1 ? fact("against no plan", formatRatio(stop.seconds / plain.seconds), `${formatBytes(plain.peak - stop.peak)} less memory`) : null,
     fact("moved out and back", formatBytes(stop.moved), link),
+    stop.heads.length ? fact("head and loss", stop.heads.join(", ")) : null,
   );
 }
 
