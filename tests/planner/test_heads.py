@@ -14,6 +14,7 @@ from rekindle import Plan, Profile
 from rekindle.modules.forward import forward_of
 from rekindle.planner.plan_for_budget import plain_prediction, recompute_all
 from rekindle.planner.trace import head_ways
+from rekindle.sizes import format_bytes, rounded_up
 from rekindle.strategy import Rows
 from tests.language_models import (
     LOGITS,
@@ -235,8 +236,8 @@ def test_the_step_with_every_block_recomputed_counts_with_its_own_head(profiled:
 
 def test_an_error_names_the_least_that_heads_by_rows_leave(profiled: Any) -> None:
     profile = profiled[2]
-    least = -(-profile.rests[0].recompute_peak // 1024)
-    with pytest.raises(rekindle.BudgetError, match=f"The least that works is {least} KiB"):
+    least = format_bytes(rounded_up(profile.rests[0].recompute_peak))
+    with pytest.raises(rekindle.BudgetError, match=f"The least that works is {least},"):
         rekindle.solve(profile, profile.rests[0].recompute_peak // 2)
 
 
