@@ -12,7 +12,10 @@ from torch import nn
 
 @dataclass(frozen=True, eq=False)
 class CompileOptions:
-    """The options of one `torch.compile`, by which other functions can be compiled."""
+    """The options of one `torch.compile`, by which other functions can be compiled.
+
+    Tried on torch 2.11 and 2.13. Goes when torch has a public form.
+    """
 
     backend: Any
     """A function of a graph and inputs; equal ones share what was compiled."""
@@ -65,7 +68,7 @@ def compile_options(compiled: Any) -> CompileOptions | None:
     """The options that a function, or a module's `_compiled_call_impl`, was compiled by.
 
     None for what is not compiled. The function that `torch.compile` returns holds them in its
-    closure. Tried on torch 2.13. Goes when torch has a public form.
+    closure. Tried on torch 2.11 and 2.13. Goes when torch has a public form.
     """
     context = _context_of(compiled)
     if context is None:
@@ -103,7 +106,7 @@ def original_of(compiled: Any) -> Callable[..., Any] | None:
 def compiles_backwards() -> bool:
     """True inside a context of `torch._dynamo.compiled_autograd`, on any thread.
 
-    Tried on torch 2.13. Goes when torch has a public form.
+    Tried on torch 2.11 and 2.13. Goes when torch has a public form.
     """
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(module, "compiled_autograd_enabled", False))

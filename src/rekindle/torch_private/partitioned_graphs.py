@@ -69,7 +69,9 @@ def pass_over_graph_pairs(run: Callable[[Any, Any, int], None]) -> Iterator[None
 
 
 INPUT = "input"
-"""The name of what a graph is given, in the place of an op's."""
+"""The name of what a graph is given, in the place of an op's.
+
+Tried on torch 2.11 and 2.13. Goes when `saved_names` does."""
 
 
 def saved_names(forward: Any, outputs: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -79,7 +81,7 @@ def saved_names(forward: Any, outputs: int) -> tuple[tuple[str, tuple[int, ...]]
         forward: the graph module of the forward, whose results are the model's and the saved ones.
         outputs: how many of the forward's results are the model's.
 
-    Tried on torch 2.13. Goes when torch says what a graph saves.
+    Tried on torch 2.11 and 2.13. Goes when torch says what a graph saves.
     """
     (output,) = forward.graph.find_nodes(op="output")
     found = []

@@ -85,7 +85,7 @@ def force_debug(enable: bool | None) -> None:
 def watched_torch_checkpoints(see: Callable[[], None]) -> Iterator[None]:
     """Call a function whenever torch's checkpoint, of either kind, runs what it is given.
 
-    Tried on torch 2.13. Goes when torch tells who runs a region.
+    Tried on torch 2.11 and 2.13. Goes when torch tells who runs a region.
     """
     generator = torch_module._checkpoint_without_reentrant_generator
     reentrant: Any = torch_module.CheckpointFunction
