@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle.modules.forward import forward_of
+from rekindle.sizes import format_bytes, rounded_up
 from rekindle.strategy import RecomputeInTiles, Tile
 from tests.language_models import gradients_of, same
 
@@ -155,7 +156,8 @@ def test_an_error_names_the_tiles_that_would_fit_and_what_they_take(profiled: An
     model, x, profile = profiled
     rekindle.remove(model)
     least = rekindle.frontier(profile, 2)[-1].peak
-    text = f"exact=False fits: it takes {-(-least // 1024)} KiB, by .*recompute, mlp in 16 tiles"
+    takes = format_bytes(rounded_up(least))
+    text = f"exact=False fits: it takes {takes}, by .*recompute, mlp in 16 tiles"
     with pytest.raises(rekindle.BudgetError, match=text):
         rekindle.fit(model, x, least, loss=loss)
     with pytest.raises(rekindle.BudgetError, match="exact=False does not fit either"):

@@ -100,7 +100,7 @@ def format_least_inexact(profile: Profile, limit: int) -> str:
         return ""
     peak = least.prediction.peak
     fits = "fits" if peak <= limit else "does not fit either"
-    return f"exact=False {fits}: it takes {-(-peak // 1024)} KiB, by {'; '.join(parts)}."
+    return f"exact=False {fits}: it takes {format_bytes(rounded_up(peak))}, by {'; '.join(parts)}."
 
 
 def plan_chosen(profile: Profile, limit: int, choose: Callable[[], Solution]) -> Plan:
