@@ -259,3 +259,18 @@ def test_offload_that_peaks_too_high_in_time_is_tried_with_a_lower_aim(
 def test_offload_that_should_hardly_be_faster_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     cheap = replace(DROP, backward_seconds=2.01)
     assert tries_of(monkeypatch, seconds=1.0, drop=cheap) == [False]
+
+
+def test_an_error_names_the_leanest_step_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peaks = iter([90 * 2**20, 70 * 2**20, 80 * 2**20, 85 * 2**20])
+    monkeypatch.setattr(
+        verified_plan, "measure_step", lambda *_, **__: MeasuredStep(next(peaks), 1.0)
+    )
+    profile = replace(profile_that_selects(), recompute_peak=None, rests=())
+    model, batch = Stack(6, 64), torch.randn(256, 64)
+    text = r"^No plan fits into \d\.\d MiB. The leanest one was measured to take 70 MiB, of which"
+    with pytest.raises(rekindle.BudgetError, match=text):
+        rekindle.fit(model, batch, budget="70%", profile=profile)
+    assert rekindle.plan_of(model) is None

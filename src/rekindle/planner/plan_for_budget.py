@@ -62,11 +62,16 @@ def least_recompute_peak(profile: Profile) -> int | None:
 
 
 def _format_least(profile: Profile, limit: int, least: Prediction) -> str:
-    """The text of an error: the least that works, what it consists of, and what would help."""
-    peak = rounded_up(min(least.peak, least_recompute_peak(profile) or least.peak))
-    static = profile.static_bytes
+    """The text of an error: the least that is predicted to work, and what would help."""
+    peak = min(least.peak, least_recompute_peak(profile) or least.peak)
+    return format_too_large(profile, limit, replace(least, peak=peak), "The least that works is")
+
+
+def format_too_large(profile: Profile, limit: int, least: Prediction, what: str) -> str:
+    """The text of an error: what the leanest plan takes and consists of, and what would help."""
+    peak, static = rounded_up(least.peak), profile.static_bytes
     text = (
-        f"No plan fits into {format_bytes(limit, of=peak)}. The least that works is "
+        f"No plan fits into {format_bytes(limit, of=peak)}. {what} "
         f"{format_bytes(peak)}, of which {format_bytes(static, of=peak)} are parameters, "
         f"gradients, optimizer state and the batch; the peak is in {least.at}."
     )

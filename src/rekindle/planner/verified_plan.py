@@ -30,6 +30,7 @@ from rekindle.planner.placement import compute_device
 from rekindle.planner.plan import Plan
 from rekindle.planner.plan_for_budget import (
     BudgetError,
+    format_too_large,
     plain_candidates,
     plain_prediction,
     plan_by,
@@ -40,7 +41,7 @@ from rekindle.planner.plan_for_budget import (
 from rekindle.planner.progress import report_progress
 from rekindle.planner.ranks.rank_sync import all_gather, has_other_ranks, raised_on_all_ranks
 from rekindle.planner.training_step import TrainingStep
-from rekindle.planner.types import Candidate, Profile, Solution
+from rekindle.planner.types import Candidate, Prediction, Profile, Solution
 from rekindle.planner.verify import GradientError, verify_gradients
 from rekindle.sizes import format_bytes
 from rekindle.strategy import Keep, Recompute, Selective
@@ -271,7 +272,8 @@ def _measured_plan(
     Raises a `BudgetError` if that takes too many tries, or a step above the limit took longer
     than `give_up_after`.
     """
-    aim, peak = limit, 0
+    aim = limit
+    leanest: Prediction | None = None
     for i in range(_TRIES):
         if i:
             report_progress("solve")
@@ -285,7 +287,6 @@ def _measured_plan(
         if measured is None:
             aim = min(aim, plan.predicted_peak)
             aim -= max((aim - profile.static_bytes) // 10, 1)
-            peak = limit + 1
             _log.info(
                 "a step under the plan runs out of memory: planning again, for %s in place of %s",
                 *(format_bytes(aim), format_bytes(limit)),
@@ -294,6 +295,8 @@ def _measured_plan(
         peak, seconds = _worst_of_ranks(measured)
         if peak <= limit:
             return plan.measured(peak, seconds), measured.gradients
+        if leanest is None or peak < leanest.peak:
+            leanest = Prediction(peak, seconds, plan.peak_at)
         if seconds > give_up_after:
             break
         aim -= peak - limit + max(limit // 200, 1)
@@ -301,13 +304,14 @@ def _measured_plan(
             "a step under the plan peaks at %s, above the budget of %s: planning again, for %s",
             *(format_bytes(peak), format_bytes(limit), format_bytes(aim)),
         )
-    found = f"measured at {format_bytes(peak)}" if peak > limit + 1 else "out of memory"
-    raise raised_on_all_ranks(
-        BudgetError(
-            f"Plans for {format_bytes(limit)} were {found}, more than was predicted. Try a larger "
-            "budget, or free what else is on the device."
+    if leanest is not None:
+        text = format_too_large(profile, limit, leanest, "The leanest one was measured to take")
+    else:
+        text = (
+            f"Steps under plans for {format_bytes(limit)} ran out of memory: they take more than "
+            "was predicted. Try a smaller budget, or free what else is on the device."
         )
-    )
+    raise raised_on_all_ranks(BudgetError(text))
 
 
 def _solve_or_smallest(profile: Profile, aim: int, limit: int) -> Solution:
