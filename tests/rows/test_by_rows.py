@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from rekindle.planner.instruments.memory_meter import LiveBytes
+from rekindle.rows import expressions
 from rekindle.rows.by_rows import by_rows
 from rekindle.rows.chunks import chunks
 from rekindle.rows.row_tensor import RowTensor
@@ -63,6 +64,43 @@ def test_chunks_cover_all_rows_once() -> None:
     for count in (1, 31, 32, 33, 150):
         parts = list(chunks(count, CLASSES))
         assert [row for part in parts for row in range(*part)] == list(range(count))
+
+
+def test_chunks_begin_at_multiples_of_sixteen_and_none_has_one_row() -> None:
+    for count in (2, 17, 33, 49, 1000):
+        parts = list(chunks(count, 2**14 + 1))
+        assert all(start % 16 == 0 for start, _ in parts)
+        assert all(stop - start > 1 for start, stop in parts)
+
+
+def test_rows_of_a_shifted_slice_are_read_with_the_alignment_that_they_have_among_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of an odd number of classes, rows have other alignments one after the other."""
+    read: list[tuple[int, int]] = []
+    compute = expressions.RowCall.compute
+
+    def noted(self: Any, start: int, stop: int, memo: Any) -> Tensor:
+        function = self._function
+
+        def call(rows: Tensor, *others: Any) -> Tensor:
+            if function is torch.ops.aten._log_softmax.default:
+                read.append(((rows.data_ptr() - start * rows.shape[1] * 4) % 16, start % 4))
+            found: Tensor = function(rows, *others)
+            return found
+
+        self._function = call if self._sums else function
+        try:
+            return compute(self, start, stop, memo)
+        finally:
+            self._function = function
+
+    monkeypatch.setattr(expressions.RowCall, "compute", noted)
+    logits = torch.randn(4, 40, 2001, dtype=torch.bfloat16, requires_grad=True)
+    out = F.log_softmax(by_rows(logits * 1).float(), -1)[:, 1:]
+    F.nll_loss(out.flatten(0, 1), torch.zeros(4 * 39, dtype=torch.long)).backward()
+    assert {offset for offset, _ in read} == {0}
+    assert {rest for _, rest in read} > {0}  # some of them begin elsewhere
 
 
 def _peaks(loss: Loss, goes_by_rows: bool, holds_logits: bool) -> tuple[float, float, float]:

@@ -1,18 +1,12 @@
 """Tiles of tokens: how many rows one has, and where each begins and ends.
 
-Note [Rows keep their alignment]. Some kernels read a row in another order if its address has
-another alignment, and then sum in another order. So tiles begin at multiples of 16 rows: a row of
-any length has the alignment there that it has among all rows.
-
-Note [No row is alone]. A sum over a single row is split over threads, and its bits depend on that.
-So a last tile of one row is joined to the tile before it.
+Tiles have a multiple of `ROWS` rows, unless a user says how many, and a last one of one row is
+joined to the one before it: the notes in rows/alignment.py say why.
 """
 
 from collections.abc import Iterator
 
-ROWS = 16
-"""Tiles have a multiple of so many rows, unless a user says how many: Note [Rows keep their
-alignment]."""
+from rekindle.rows.alignment import ROWS
 
 EXACT_BYTES = 32 * 2**20
 """Bytes of a tile of `exact.py`, in the dtype of the loss: enough to keep a GPU busy, and few

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rekindle.rows.alignment import ROWS
 from rekindle.rows.expressions import Leaf, Memo, Node, Range, call_arguments
 
 _MOST_ELEMENTS = 2**24
@@ -17,11 +18,18 @@ _CHUNKS = 32
 
 
 def chunks(count: int, width: int, least: int = 1) -> Iterator[Range]:
-    """The ranges of rows that are evaluated together: at least so many rows, if there are."""
+    """The ranges of rows that are evaluated together: at least so many rows, if there are.
+
+    Note [Rows keep their alignment] and Note [No row is alone] in rows/alignment.py.
+    """
     elements = min(_MOST_ELEMENTS, max(count * width // _CHUNKS, _LEAST_ELEMENTS))
-    size = max(elements // max(width, 1), least)
-    for start in range(0, count, size):
-        yield start, min(start + size, count)
+    size = max(elements // max(width, 1), least, ROWS) // ROWS * ROWS
+    start = 0
+    while start + size < count - 1:
+        yield start, start + size
+        start += size
+    if start < count:
+        yield start, count
 
 
 def evaluate(node: Node, into: Leaf | None = None) -> Tensor:

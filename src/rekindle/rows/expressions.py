@@ -16,6 +16,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from rekindle.rows.alignment import aligned
+
 Memo = dict[tuple[int, int, int], Tensor]
 """Rows that were computed for one chunk, by node and range: a node may be asked for twice."""
 Range = tuple[int, int]
@@ -240,7 +242,8 @@ class EmptyArgument(RowArgument):
 class RowCall(Node):
     """An op that computes each row of its result from the same row of its arguments.
 
-    `like` is a node whose leaves it has, where it is not computed from any.
+    `like` is a node whose leaves it has, where it is not computed from any. An op that `sums` over
+    a row is given rows with the alignment that they have among all: rows/alignment.py.
     """
 
     def __init__(
@@ -250,14 +253,18 @@ class RowCall(Node):
         args: Sequence[Any],
         kwargs: dict[str, Any] | None = None,
         like: Node | None = None,
+        sums: bool = False,
     ) -> None:
         super().__init__(meta, [arg.node for arg in args if isinstance(arg, NodeArgument)])
+        self._sums = sums
         if like is not None:
             self._leaves |= like.leaves
         self._function, self._args, self._kwargs = function, tuple(args), kwargs or {}
 
     def compute(self, start: int, stop: int, memo: Memo) -> Tensor:
         given = call_arguments(self._args, start, stop, memo)
+        if self._sums:
+            given = [aligned(each, start) if isinstance(each, Tensor) else each for each in given]
         found = self._function(*given, **self._kwargs)
         return found if found.shape[1] == self.width else found.expand(-1, self.width)
 

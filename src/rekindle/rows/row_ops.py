@@ -201,13 +201,14 @@ def _softmax(func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], meta: Te
     node, dim, half_to_float = args
     node = _node(node)
     _need(_dim(dim, meta.dim()) == meta.dim() - 1)
-    return RowCall(meta, func, [NodeArgument(node), 1, half_to_float])
+    return RowCall(meta, func, [NodeArgument(node), 1, half_to_float], sums=True)
 
 
 def _softmax_backward(func: Any, args: tuple[Any, ...], _kw: dict[str, Any], meta: Tensor) -> Node:
     grad, output, dim, dtype = args
     _need(_dim(dim, meta.dim()) == meta.dim() - 1)
-    return RowCall(meta, func, [_by_rows(grad, meta), _by_rows(output, meta), 1, dtype])
+    rows = [_by_rows(grad, meta), _by_rows(output, meta), 1, dtype]
+    return RowCall(meta, func, rows, sums=True)
 
 
 def _nll_backward(func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], meta: Tensor) -> Node:
@@ -228,10 +229,14 @@ _NONE, _MEAN, _SUM = range(3)
 
 
 def _reduce_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op whose second argument is the dimension, or a list of it, that it reduces."""
+    """An op whose second argument is the dimension, or a list of it, that it reduces.
+
+    On a GPU, the kernel of a sum splits rows by how many there are: then bits depend on that.
+    """
     names = [argument.name for argument in schema_of(func).arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     node = _node(given.pop("self"))
+    _need(_device(node).type == "cpu" or func in _WITHOUT_SUMS)
     dim = given.pop("dim", None)
     rank = node.meta.dim()
     dims = [dim] if isinstance(dim, int) else list(dim or ())
@@ -270,6 +275,16 @@ def _with_total(func: Any, *args: Any) -> tuple[Tensor, Tensor]:
     return losses, total.view(-1)
 
 
+_WITHOUT_SUMS = (
+    aten.amax.default,
+    aten.amin.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.argmax.default,
+    aten.argmin.default,
+)
+"""Reductions whose bits do not depend on the order."""
+
 _BUILDERS: dict[Any, Callable[..., Node]] = {
     **dict.fromkeys(_SAME_ROWS, _same_rows),
     aten.clone.default: _clone,
@@ -288,17 +303,6 @@ _BUILDERS: dict[Any, Callable[..., Node]] = {
 _REDUCTIONS: dict[Any, Callable[..., Any]] = {
     aten.nll_loss_forward.default: _nll_forward,
     **dict.fromkeys(
-        (
-            aten.sum.dim_IntList,
-            aten.mean.dim,
-            aten.amax.default,
-            aten.amin.default,
-            aten.max.dim,
-            aten.min.dim,
-            aten.argmax.default,
-            aten.argmin.default,
-            aten.logsumexp.default,
-        ),
-        _reduce_last,
+        (*_WITHOUT_SUMS, aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default), _reduce_last
     ),
 }
