@@ -138,7 +138,7 @@ def test_a_block_with_regions_of_its_own_has_no_such_candidates() -> None:
 
 def test_a_path_that_the_block_does_not_have_is_refused() -> None:
     strategy = SavedIndices(modules=("gone",))
-    with pytest.raises(ValueError, match="has no module 'gone', which its strategy recomputes"):
+    with pytest.raises(ValueError, match="has no module 'gone', which its strategy names"):
         rekindle.apply(nn.Sequential(Block()), {"0": strategy})
 
 

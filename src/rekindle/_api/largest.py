@@ -64,7 +64,7 @@ def largest(
     ...     loss=lambda out: out.square().mean(),
     ... )
     >>> found.size, found.best.size
-    (17408, 4096)
+    (22528, 4096)
 
     Args:
         model: as for `profile`.

@@ -56,7 +56,7 @@ def error(what: str) -> Found:
     if what == "budget":
         call = partial(rekindle.fit, model, x, on_one_rank("many", "70%"), loss=loss_of)
     elif what == "too small":
-        call = partial(rekindle.fit, model, x, on_one_rank(1000, "70%"), loss=loss_of)
+        call = partial(rekindle.fit, model, x, on_one_rank(2000, "70%"), loss=loss_of)
     elif what == "loss":
         call = partial(rekindle.fit, model, x, "70%", loss=on_one_rank(fails, loss_of))
     elif what == "odd error":
