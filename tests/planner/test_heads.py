@@ -98,6 +98,23 @@ class Projected(LanguageModel):
         return next_word(self.head(hidden), words)
 
 
+def test_a_step_that_fails_by_rows_is_planned_with_its_head_whole(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As an op would that nobody has tried on rows."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no such rows")
+
+    monkeypatch.setattr("rekindle.modules.heads.by_rows", fails)
+    model, words = LanguageModel(), some_words()
+    profile = rekindle.profile(model, words)
+    assert (profile.heads, profile.rests) == ((), ())
+    (record,) = [each for each in caplog.records if "by rows" in each.message]
+    assert record.message.endswith("its head runs as a whole: RuntimeError: no such rows")
+    assert forward_of(model.head) is None
+
+
 def test_a_module_that_blocks_follow_is_no_head() -> None:
     assert heads_in(on_meta(Projected(), some_words())) == [BY_ROWS]
 

@@ -4,6 +4,7 @@ Heads are found by running the step: modules that may be heads go by rows, and t
 follows, or whose outputs a loss does not take by rows, are none.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from rekindle.modules.unwrapping import class_name, in_places
 from rekindle.planner.instruments.memory_meter import Meter, metered, unmetered
 from rekindle.planner.instruments.timing import LONG, Clock
 from rekindle.planner.placement import free_bytes
-from rekindle.planner.ranks.rank_sync import all_gather
+from rekindle.planner.ranks.rank_sync import all_gather, has_other_ranks
 from rekindle.planner.trace.block_calls import BlockCall, collect_calls
 from rekindle.planner.trace.block_outputs import used_by_all
 from rekindle.planner.trace.block_spans import time_with_spans
@@ -26,6 +27,7 @@ from rekindle.planner.training_step import TrainingStep
 from rekindle.planner.types import BlockKey, StepTrace
 from rekindle.strategy import Recompute, Rows, Strategy
 
+_log = logging.getLogger("rekindle")
 _LEAST_SHARE = 0.02
 """Share of a step's peak that heads by rows have to save, so that they are worth a try."""
 
@@ -137,7 +139,27 @@ class _Ways:
         return found, uses
 
     def trace_by_rows(self) -> tuple[StepTrace, OutputUses]:
-        """Trace the step with those heads by rows that save memory."""
+        """Trace the step with those heads by rows that save memory; whole ones if it fails.
+
+        If it fails with whole heads, too, the error is that of the step.
+        """
+        if not self._heads or has_other_ranks():  # others would wait for a rank that fails alone
+            return self._trace_by_rows()
+        try:
+            return self._trace_by_rows()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a model does with its logits
+            reason = f"{type(error).__name__}: {error}"
+        found = self.trace({})
+        _log.warning(
+            "%s fails if logits go by rows, so its head runs as a whole: %s",
+            class_name(self._step.model),
+            reason,
+        )
+        return found
+
+    def _trace_by_rows(self) -> tuple[StepTrace, OutputUses]:
         trace, uses = self.trace(dict.fromkeys(self._heads, Rows()))
         went = {path for path, head in self._heads.items() if saved_by_rows(head) is not None}
         worth = {path for path in went - trace.followed if saved_by_rows(self._heads[path])}
