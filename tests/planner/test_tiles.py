@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
+from rekindle._api import planning
 from rekindle.modules.forward import forward_of
 from rekindle.sizes import format_bytes, rounded_up
 from rekindle.strategy import RecomputeInTiles, Tile
@@ -162,3 +163,24 @@ def test_an_error_names_the_tiles_that_would_fit_and_what_they_take(profiled: An
         rekindle.fit(model, x, least, loss=loss)
     with pytest.raises(rekindle.BudgetError, match="exact=False does not fit either"):
         rekindle.fit(model, x, least - 20 * 1024, loss=loss)
+
+
+def test_an_error_names_blocks_of_several_depths() -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(WideBlock(), WideBlock())
+    model, x = nn.Sequential(WideBlock(), inner), torch.randn(2, TOKENS, WIDTH)
+    text = r"exact=False fits: it takes .*, by 0, 1\.0, 1\.1: recompute, mlp in 16 tiles\.$"
+    with pytest.raises(rekindle.BudgetError, match=text):
+        rekindle.fit(model, x, "20%", loss=loss, blocks=["0", "1.*"])
+
+
+def test_an_error_on_the_way_to_tiles_hides_no_budget_error(
+    monkeypatch: pytest.MonkeyPatch, profiled: Any
+) -> None:
+    def fails(*_: Any) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(planning, "format_least_inexact", fails)
+    model, x, _ = profiled
+    with pytest.raises(rekindle.BudgetError, match="No plan fits"):
+        rekindle.fit(model, x, "1KiB", loss=loss)

@@ -1,5 +1,6 @@
 """`profile`, `solve`, `frontier` and `fit`."""
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -54,6 +55,8 @@ from rekindle.planner.types import Profile
 from rekindle.report import frontier_text, html, plot, text  # noqa: F401 (values print by them)
 from rekindle.report.page import write  # noqa: F401 (they write pages by it)
 from rekindle.sizes import parse_bytes
+
+_log = logging.getLogger("rekindle")
 
 
 def profile(
@@ -359,8 +362,12 @@ def _fit(
     except BudgetError as error:
         if known is not None or not exact or has_other_ranks():
             raise
-        found = _with_room(measure(exact=False), max_offload)
-        least = format_least_inexact(found, budget_bytes(measured, budget))
+        try:
+            found = _with_room(measure(exact=False), max_offload)
+            least = format_least_inexact(found, budget_bytes(measured, budget))
+        except Exception:  # noqa: BLE001 - it only adds to an error that is raised in any case
+            _log.exception("looking for a plan with exact=False failed")
+            raise error from None
         raise BudgetError(f"{error} {least}".strip()) from None
 
 

@@ -74,9 +74,16 @@ def generalized(path: str) -> str:
 
 
 def spanned(paths: list[str]) -> str:
-    """Paths that differ in one number alone as one, `layers.0-7.mlp`; others as they are."""
+    """Paths that differ in one number alone as one, `layers.0-7.mlp`; others as they are.
+
+    >>> spanned(["layers.0.mlp", "layers.1.mlp"]), spanned(["stem", "layers.0"])
+    ('layers.0-1.mlp', 'stem, layers.0')
+    """
+    if len({path.count(".") for path in paths}) > 1:
+        return ", ".join(paths)
     parts = [list(dict.fromkeys(part)) for part in zip(*(p.split(".") for p in paths), strict=True)]
-    if sum(len(part) > 1 for part in parts) > 1:
+    differing = [part for part in parts if len(part) > 1]
+    if len(differing) > 1 or not all(each.isdigit() for part in differing for each in part):
         return ", ".join(paths)
     return ".".join(map(_span, parts))
 

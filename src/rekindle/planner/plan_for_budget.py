@@ -1,5 +1,6 @@
 """A plan for a budget, by a profile alone."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -97,10 +98,11 @@ def format_least_inexact(profile: Profile, limit: int) -> str:
     least = solver.least_peak(profile)
     chosen = zip(profile.order, least.candidates, strict=True)
     parts = [f"{path}: {strategy}" for path, _, strategy in least.heads]
-    tiled = [(path, each) for (path, _), each in chosen if not is_exact_strategy(each.strategy)]
-    if tiled:
-        where = spanned([path for path, _ in tiled])
-        parts.append(f"{where}: {tiled[0][1].describe()}")
+    tiled = defaultdict[str, list[str]](list)
+    for (path, _), candidate in chosen:
+        if not is_exact_strategy(candidate.strategy):
+            tiled[candidate.describe()].append(path)
+    parts += [f"{spanned(list(dict.fromkeys(paths)))}: {how}" for how, paths in tiled.items()]
     if is_exact(least.heads) and not tiled:
         return ""
     peak = least.prediction.peak

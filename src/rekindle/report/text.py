@@ -76,7 +76,7 @@ def grouped_blocks(plan: Plan) -> list[tuple[str, str, int, Candidate]]:
         groups.setdefault((candidate, kind), []).append(path)
     return [
         (
-            spanned(paths) if len({path.count(".") for path in paths}) == 1 else ", ".join(paths),
+            spanned(paths),
             kind,
             len(paths),
             candidate,
