@@ -106,7 +106,7 @@ def test_a_step_that_fails_by_rows_is_planned_with_its_head_whole(
     def fails(*_: Any) -> Any:
         raise RuntimeError("no such rows")
 
-    monkeypatch.setattr("rekindle.modules.heads.by_rows", fails)
+    monkeypatch.setattr("rekindle.rows.by_rows.row_tensor", fails)
     model, words = LanguageModel(), some_words()
     profile = rekindle.profile(model, words)
     assert (profile.heads, profile.rests) == ((), ())

@@ -7,6 +7,7 @@ follows, or whose outputs a loss does not take by rows, are none.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from traceback import walk_tb
 
 import torch
 from torch import nn
@@ -139,17 +140,14 @@ class _Ways:
         return found, uses
 
     def trace_by_rows(self) -> tuple[StepTrace, OutputUses]:
-        """Trace the step with those heads by rows that save memory; whole ones if it fails.
-
-        If it fails with whole heads, too, the error is that of the step.
-        """
+        """Trace the step with those heads by rows that save memory; whole ones if rows fail."""
         if not self._heads or has_other_ranks():  # others would wait for a rank that fails alone
             return self._trace_by_rows()
         try:
             return self._trace_by_rows()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a model does with its logits
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError) or not _is_of_rows(error):
+                raise
             reason = f"{type(error).__name__}: {error}"
         found = self.trace({})
         _log.warning(
@@ -186,6 +184,12 @@ class _Ways:
         """Return whether the devices of all ranks have room for a step."""
         free = None if self._clock.is_exact else free_bytes(self._device)
         return all(all_gather(free is None or trace.peak <= free))
+
+
+def _is_of_rows(error: Exception) -> bool:
+    """Return whether an error was raised where logits are computed by rows."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+    return any(name.startswith("rekindle.rows.") for name in modules)
 
 
 def _without_rows(trace: StepTrace) -> StepTrace:
