@@ -5,7 +5,7 @@ coefficient, divided by a total: the number of tokens that count, or the sum of 
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,11 @@ class CrossEntropy:
     z_loss: float = 0.0
     softcap: float | None = None
     reduction: Reduction = "mean"
+
+    def fields(self) -> tuple[Any, ...]:
+        """The fields, as an op of a graph takes them: Dynamo of torch 2.11 knows no `astuple`."""
+        weights = self.label_smoothing, self.z_loss
+        return self.ignore_index, *weights, self.softcap, self.reduction
 
     def rows(self, dtype: torch.dtype) -> LogProbRows:
         """The row function of the values that the loss needs."""

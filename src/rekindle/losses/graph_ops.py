@@ -6,7 +6,6 @@ write over logits, but returns their gradient as a tensor of its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ def values_of_logits(
     function: LogProbRows, logits: Tensor, args: Sequence[Any], rows: int
 ) -> tuple[Any, ...]:
     """`exact.values_of_logits` as an op."""
-    found = torch.ops.rekindle.by_rows(logits, *args, rows, *astuple(function))
+    found = torch.ops.rekindle.by_rows(logits, *args, rows, *function.fields())
     return _asked_for(function, found)
 
 
@@ -55,7 +54,7 @@ def values_of_head(
 ) -> tuple[Any, ...]:
     """`tiled.values_of_head` as an op."""
     found = torch.ops.rekindle.by_tiles(
-        *(head.hidden, head.weight, head.bias, head.dtype), *args, rows, *astuple(function)
+        *(head.hidden, head.weight, head.bias, head.dtype), *args, rows, *function.fields()
     )
     return _asked_for(function, found)
 
@@ -68,7 +67,7 @@ def sum_of_head(loss: CrossEntropy, head: Head, args: Sequence[Any], rows: int) 
         for tensor in tensors
     ]
     found: Tensor = torch.ops.rekindle.sum_by_tiles(
-        *tensors, head.dtype, wanted, *args, rows, *astuple(loss)
+        *tensors, head.dtype, wanted, *args, rows, *loss.fields()
     )[0]
     return found
 

@@ -45,6 +45,11 @@ class LogProbRows:
 
     by_token = True, False
 
+    def fields(self) -> tuple[Any, ...]:
+        """The fields, as an op of a graph takes them: Dynamo of torch 2.11 knows no `astuple`."""
+        scale = self.dtype, self.ignore_index, self.softcap, self.temperature
+        return *scale, self.smooth, self.lse_squared, self.entropy
+
     def forward(self, logits: Tensor, args: Sequence[Any]) -> TokenValues:
         labels, class_weight = args
         x, _ = self._scale(logits)
